@@ -64,6 +64,11 @@ class SglangStub:
     chunk: int = 0
     """Tokens that are drawn between two looks at the pause; 0: all."""
     vocab_size: int | None = None
+    has_memory_saver: bool = True
+    """Started with --enable-memory-saver."""
+    sleeps: list[float] = field(default_factory=list)
+    """When it gave its memory back."""
+    never_wakes: bool = False
 
     def __post_init__(self) -> None:
         self._copies = tempfile.TemporaryDirectory(prefix="sglang-stub-")
@@ -74,6 +79,7 @@ class SglangStub:
         self._versions = ["default"]
         self._read: dict[str | None, list[tuple[int, ...]]] = {}
         self._is_paused = False
+        self.is_asleep = False
         self.pause_mode = ""
         self._running: set[str] = set()
         self._ended: set[str] = set()
@@ -88,6 +94,7 @@ class SglangStub:
         self.adapters.clear()
         self._clients.clear()
         self._read.clear()
+        self.is_asleep = False
         config = uvicorn.Config(self._app(), port=self._port, log_level="critical", lifespan="off")
         self._server = uvicorn.Server(config)
         socket = config.bind_socket()
@@ -124,6 +131,9 @@ class SglangStub:
             routes=[
                 Route("/health", self._health),
                 Route("/model_info", self._model_info),
+                Route("/server_info", self._server_info),
+                Route("/release_memory_occupation", self._release, methods=post),
+                Route("/resume_memory_occupation", self._take_memory, methods=post),
                 Route("/generate", self._generate, methods=post),
                 Route("/load_lora_adapter", self._load, methods=post),
                 Route("/unload_lora_adapter", self._unload, methods=post),
@@ -142,7 +152,28 @@ class SglangStub:
         more = {} if self.vocab_size is None else {"vocab_size": self.vocab_size}
         return JSONResponse({**said, "weight_version": self._versions[-1], **more})
 
+    async def _server_info(self, _: Request) -> Response:
+        return JSONResponse({"model_path": self.model, "enable_memory_saver": self.has_memory_saver})
+
+    async def _release(self, request: Request) -> Response:
+        assert (await request.json())["tags"] == ["kv_cache"], "weights that SGLang releases are lost"
+        assert not self._running, "SGLang ends here"
+        assert not self.is_asleep, "SGLang ends here"
+        self.is_asleep = True
+        self.sleeps.append(time.monotonic())
+        self._read.clear()
+        return JSONResponse(None)
+
+    async def _take_memory(self, request: Request) -> Response:
+        assert (await request.json())["tags"] == ["kv_cache"]
+        assert self.is_asleep, "SGLang ends here"
+        while self.never_wakes and not await request.is_disconnected():
+            await asyncio.sleep(0.01)
+        self.is_asleep = self.never_wakes
+        return JSONResponse(None)
+
     async def _load(self, request: Request) -> Response:
+        assert not self.is_asleep
         body = await request.json()
         name, path = body["lora_name"], body["lora_path"]
         if name in self.adapters:
@@ -203,6 +234,7 @@ class SglangStub:
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
+        assert not self.is_asleep, "there is no memory to sample in"
         unknown = (set(body) - REQUEST_FIELDS) | (set(body["sampling_params"]) - SAMPLING_PARAMS)
         if unknown:
             return _refused(f"unexpected {sorted(unknown)}", "error")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from environments import Environment, make_environment
+from turnwise.backends.servers.blank_adapter import write_blank
+from turnwise.backends.servers.vllm_dialect import VllmUse
 
 VERSION = "0.32.0"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless", "mcp")
@@ -28,6 +32,11 @@ class Served:
     url: str
     model: Path
     log: Path
+
+    def use(self, **options: Any) -> VllmUse:
+        """How a run uses it, with a blank adapter of its own."""
+        target = self.log.parent / f"blank-{uuid.uuid4().hex[:10]}"
+        return VllmUse(end_ids=(2,), write_blank=lambda: write_blank(self.model, target), **options)
 
 
 def vllm_python() -> Path:

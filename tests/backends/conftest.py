@@ -34,7 +34,7 @@ def vllm(server_python: Path, model: Path, tmp_path_factory: pytest.TempPathFact
     rollout = RolloutConfig(backend="vllm", server_python=str(server_python), max_trajectory_tokens=1024)
     engine = EngineConfig(device="cpu", dtype="float32")
     setup = BackendSetup(rollout=rollout, model_directory=model, run_directory=directory, engine=engine, lora_rank=RANK)
-    server = OwnServer(VllmPublisher(setup).server_command(), directory / "vllm.log", start_s=240)
+    server = OwnServer(VllmPublisher(setup).server_command(), directory / "vllm.log", start_s=600)
     asyncio.run(server.start())
     yield Served(url=server.url, model=model, log=server.log)
     asyncio.run(server.stop())

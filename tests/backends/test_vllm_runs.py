@@ -231,7 +231,7 @@ def test_a_server_that_accepts_and_never_answers_is_named_alone_and_left_out_bes
 
 
 def test_what_cannot_be_started_is_refused_by_name_and_a_plan_starts_nothing(
-    model: Path, server_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    vllm: Served, model: Path, server_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python, directory = f"rollout.server_python={server_python}", tmp_path / "run"
     for options, words in {
@@ -239,11 +239,16 @@ def test_what_cannot_be_started_is_refused_by_name_and_a_plan_starts_nothing(
         ("rollout.server_python=/no/such/python",): "is no program",
         (python, "rollout.server_args=--max-logprob 5"): "--max-logprob, which vllm does not take; did you mean",
         (python, "rollout.server_args=--port=1"): "has --port, which the run sets itself",
-        (python, "rollout.placement=colocated"): "rollout.placement=colocated",
     }.items():
         assert train(model, directory, *options) != 0
         assert words in capsys.readouterr().err
         assert not directory.exists(), "nothing was begun"
+    for where, words in {
+        python: "vLLM on a CPU cannot sleep",
+        f"rollout.url={vllm.url}": "cannot sleep; start it",
+    }.items():
+        assert train(model, tmp_path / words, where, "rollout.placement=colocated") != 0
+        assert words in capsys.readouterr().err
     assert train(model, directory, python, "rollout.max_num_seqs=7", "--plan") == 0
     assert "vLLM, a server that the run starts" in (said := capsys.readouterr().out)
     assert "--max-num-seqs 7" in said

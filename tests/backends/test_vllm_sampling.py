@@ -44,7 +44,7 @@ def service(data: Path) -> Iterator[tw.ServiceClient]:
 
 @asynccontextmanager
 async def talking(served: Served, **options: Any) -> AsyncIterator[VllmDialect]:
-    dialect = VllmDialect(served.url, end_ids=(2,), **options)
+    dialect = VllmDialect(served.url, served.use(**options))
     await dialect.facts()
     try:
         yield dialect
@@ -97,8 +97,15 @@ async def test_logprobs_are_the_trainers_for_the_base_and_for_an_adapter_at_ever
         assert drawn[0.0, 0].tokens != drawn[0.0, 1].tokens, "the adapter changes what is drawn"
         again = await dialect.generate(SampleRequest(PROMPT, SamplingParams(max_tokens=24, seed=5)), moved)
         assert again.sequences[0].tokens == drawn[1.0, 1].tokens, "the same seed draws the same tokens"
+        base, plain = ServedWeights(version=0), SampleRequest(PROMPT, SamplingParams(max_tokens=24, stop=[]))
+        beside = await asyncio.gather(*(dialect.generate(plain, one) for one in (base, moved, base, moved)))
+        for answer, ours in zip(beside, (fresh, trainer, fresh, trainer), strict=True):
+            expected = trainer_logprobs(ours, answer.sequences[0], 1.0)
+            assert answer.sequences[0].logprobs == pytest.approx(expected, abs=CLOSE), "the base is no adapter's"
         await asyncio.gather(dialect.unload(first), dialect.unload(moved))
         await dialect.unload(moved)  # nobody minds
+        (alone,) = (await dialect.generate(plain, base)).sequences
+        assert alone.logprobs == pytest.approx(trainer_logprobs(fresh, alone, 1.0), abs=CLOSE)
 
 
 async def test_a_reply_ends_where_our_engine_would_end_it_and_holds_its_stop(vllm: Served) -> None:

@@ -140,6 +140,36 @@ def test_a_run_whose_servers_are_all_gone_stops_with_their_names_and_goes_on_whe
     assert not any(stub.adapters for stub in stubs)
 
 
+def test_servers_on_the_trainers_device_give_their_memory_back_while_it_learns(
+    tmp_path: Path, stubs: list[SglangStub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("rollout.group_size=6", "rollout.max_tokens_per_turn=8", "rollout.placement=colocated")
+    assert train(tmp_path, stubs, *small, "train.steps=1", "train.max_staleness=1") != 0
+    assert "the sampler sleeps while the trainer learns" in capsys.readouterr().err
+    stubs[1].has_memory_saver = False
+    assert train(tmp_path, stubs, *small, f"run.dir={tmp_path / 'refused'}") != 0
+    assert f"the server at {stubs[1].url} cannot give its memory back" in capsys.readouterr().err
+    stubs[1].has_memory_saver = True
+
+    def kill_one_that_sleeps() -> None:
+        wait_until(lambda: stubs[0].is_asleep)
+        stubs[0].kill()
+
+    threading.Thread(target=kill_one_that_sleeps, daemon=True).start()
+    quick = ("rollout.server_wait_s=30", "train.save_every=1")
+    assert train(tmp_path, stubs, *small, *quick, "train.steps=3") == 0
+    assert [len(stub.sleeps) for stub in stubs] == [1, 3, 3], "before each step learns"
+    assert not any(stub.is_asleep for stub in stubs[1:]), "the run ends with servers that are awake"
+    with RunReader(tmp_path / "run") as run:
+        assert [(row.step, row.is_exact) for row in run.certificates()] == [(1, True), (3, True)]
+    stubs[0].start()
+    for stub in stubs:
+        stub.never_wakes = True
+    never = ("train.steps=2", "rollout.server_deadline_s=2", "rollout.server_wait_s=2", f"run.dir={tmp_path / 'never'}")
+    assert train(tmp_path, stubs, *small, *never) != 0
+    assert "did not wake up" in "".join(capsys.readouterr())
+
+
 def wait_until(is_so: object) -> None:
     assert callable(is_so)
     give_up_s = time.monotonic() + HANG_S

@@ -47,6 +47,8 @@ SIZES = {
 """Options of the section `rollout`, and the arguments of the server that mean the same."""
 OWN_ARGUMENTS = ("--model-path", "--host", "--port", "--enable-lora", "--max-lora-rank", "--lora-target-modules")
 """Arguments that the run itself depends on."""
+RELEASED = ("kv_cache",)
+"""What a server gives back while the trainer learns, in SGLang's words."""
 MAX_LOADED = 16
 """Adapters that a server of our own keeps: versions that attempts under way may still ask for."""
 RAW_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -62,14 +64,18 @@ are computed again with the new weights, or stay as they are, or the reply is cu
 class SglangDialect(ServerDialect):
     """Talks to one SGLang server."""
 
-    def __init__(self, url: str, *, temperature: float = 1.0, kv_across_updates: str = "recompute") -> None:
+    def __init__(
+        self, url: str, *, temperature: float = 1.0, kv_across_updates: str = "recompute", sleeps: bool = False
+    ) -> None:
         """Args:
         temperature: What the run samples at; the server is asked whether it returns logprobs at that temperature.
+        sleeps: It gives memory back while the trainer learns; a server that cannot is refused.
         """
         super().__init__(url)
         self._server = JsonServer(url)
         self._temperature = temperature
         self._pause_mode = PAUSE_MODES[kv_across_updates]
+        self._sleeps = sleeps
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def facts(self) -> ServerFacts:
@@ -80,9 +86,15 @@ class SglangDialect(ServerDialect):
         if facts.get("is_generation") is False:
             raise ConfigError(f"the SGLang server at {self.url} serves {facts['model_path']}, which does not generate")
         await self._check_temperature()
+        info = await self._info()
+        if self._sleeps and not info.get("enable_memory_saver"):
+            raise ConfigError(
+                f"rollout.placement=colocated: the server at {self.url} cannot give its memory back; start it with "
+                "--enable-memory-saver, or use rollout.placement=separate"
+            )
         return ServerFacts(
             model=str(facts.get("served_model_name") or facts["model_path"]),
-            context_length=await self._context_length(),
+            context_length=_whole(info.get("context_length")) or _whole(info.get("max_req_input_len")),
             vocabulary=_whole(facts.get("vocab_size")),
         )
 
@@ -140,6 +152,13 @@ class SglangDialect(ServerDialect):
         finally:
             await self._server.post("/continue_generation", {}, deadline_s=CHECK_S)
 
+    async def sleep(self) -> None:
+        """Give back the memory of keys and values. Weights stay: those that SGLang releases are lost."""
+        await self._server.post("/release_memory_occupation", {"tags": list(RELEASED)}, deadline_s=LOAD_S)
+
+    async def wake(self) -> None:
+        await self._server.post("/resume_memory_occupation", {"tags": list(RELEASED)}, deadline_s=LOAD_S)
+
     async def abort_all(self) -> None:
         await self._server.post("/abort_request", {"abort_all": True}, deadline_s=CHECK_S)
 
@@ -187,16 +206,13 @@ class SglangDialect(ServerDialect):
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    async def _context_length(self) -> int | None:
-        """What the server says about its context, where it says it."""
+    async def _info(self) -> dict[str, Any]:
+        """What the server says about how it was started, where it says it."""
         try:
             said = await self._server.get("/server_info", deadline_s=CHECK_S)
         except ServerRefusedError:
-            return None
-        if not isinstance(said, dict):
-            return None
-        info = cast("dict[str, Any]", said)
-        return _whole(info.get("context_length")) or _whole(info.get("max_req_input_len"))
+            return {}
+        return cast("dict[str, Any]", said) if isinstance(said, dict) else {}
 
     async def _check_temperature(self) -> None:
         """Refuse a server whose logprobs are not those of the distribution that it draws from."""
@@ -235,11 +251,6 @@ class SglangPublisher(ServerPublisher):
             raise ConfigError(f"rollout.backend=sglang publishes adapters only; leave out publish={rollout.publish}")
         if rollout.url:
             return
-        if rollout.placement == "colocated":
-            raise ConfigError(
-                "rollout.placement=colocated: SGLang's memory is not given back while the trainer learns; use "
-                "rollout.placement=separate, and share a GPU by rollout.gpu_memory_utilization"
-            )
         python = server_python(rollout)
         check_module(python, MODULE)
         check_arguments(python, MODULE, rollout.server_args, own=OWN_ARGUMENTS)
@@ -253,7 +264,12 @@ class SglangPublisher(ServerPublisher):
 
     def make_dialect(self, url: str) -> SglangDialect:
         rollout = self.setup.rollout
-        return SglangDialect(url, temperature=rollout.temperature, kv_across_updates=rollout.kv_across_updates)
+        return SglangDialect(
+            url,
+            temperature=rollout.temperature,
+            kv_across_updates=rollout.kv_across_updates,
+            sleeps=rollout.placement == "colocated",
+        )
 
     def server_command(self) -> ServerCommand:
         return ServerCommand(
@@ -282,6 +298,7 @@ class SglangPublisher(ServerPublisher):
             "--max-loaded-loras": str(MAX_LOADED),
         }
         command = [server_python(rollout), "-m", ENTRY, *(part for pair in named.items() for part in pair)]
+        command += ["--enable-memory-saver"] if rollout.placement == "colocated" else []
         return [*command, "--enable-lora", *size_arguments(rollout, SIZES), *rollout.server_args]
 
 

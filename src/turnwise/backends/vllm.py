@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from turnwise.backends import BackendSetup
+from turnwise.backends.servers.blank_adapter import write_blank
 from turnwise.backends.servers.dialect import ServerDialect
 from turnwise.backends.servers.launch import ServerCommand
 from turnwise.backends.servers.publisher import ServerPublisher, read_rank
 from turnwise.backends.servers.python import check_arguments, check_module, server_python, size_arguments
-from turnwise.backends.servers.vllm_dialect import VllmDialect
+from turnwise.backends.servers.vllm_dialect import VllmDialect, VllmUse
 from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError
 from turnwise.models.facts import read_facts
@@ -56,6 +58,7 @@ class VllmPublisher(ServerPublisher):
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
         self._rank = setup.lora_rank
+        self._writing = threading.Lock()
         self.dtype = given_value(setup.rollout.server_args, "--dtype")
 
     @classmethod
@@ -65,11 +68,6 @@ class VllmPublisher(ServerPublisher):
         python = server_python(rollout)
         check_module(python, MODULE)
         check_arguments(python, MODULE, rollout.server_args, own=OWN_ARGUMENTS)
-        if rollout.placement == "colocated":
-            raise ConfigError(
-                "rollout.placement=colocated: vLLM's memory is not given back while the trainer learns; use "
-                "rollout.placement=separate, and share a GPU by rollout.gpu_memory_utilization"
-            )
 
     @classmethod
     def describe(cls, rollout: RolloutConfig) -> str:
@@ -79,23 +77,43 @@ class VllmPublisher(ServerPublisher):
         return f"vLLM, a server that the run starts: {' '.join(command)}"
 
     def server_command(self) -> ServerCommand:
+        self.check_device()
+        return ServerCommand(name="vLLM", arguments=self._arguments, environment=self.environment())
+
+    def check_device(self) -> None:
+        """Refuse what vLLM cannot do on this device, before an engine is started for it."""
         size = read_facts(self.setup.model_directory, runs_here=False).head_size
         if self._is_on_cpu() and size < MIN_CPU_HEAD:  # the server would start, and end at the first request
             raise ConfigError(
                 f"{self.setup.model_directory.name} has attention heads of size {size}; vLLM on a CPU needs "
                 f"{MIN_CPU_HEAD} or more, use another model (such as model=smollm2) or rollout.backend=local"
             )
-        return ServerCommand(name="vLLM", arguments=self._arguments, environment=self._environment())
+        if self._is_on_cpu() and self.setup.rollout.placement == "colocated":
+            raise ConfigError(
+                "rollout.placement=colocated: vLLM on a CPU cannot sleep (it refuses --enable-sleep-mode); use "
+                "rollout.placement=separate"
+            )
 
     def make_dialect(self, url: str) -> ServerDialect:
-        rollout = self.setup.rollout
-        return VllmDialect(
-            url,
-            end_ids=end_ids(self.setup.model_directory),
+        return VllmDialect(url, self.use())
+
+    def use(self) -> VllmUse:
+        """How the run uses each of its servers."""
+        setup, rollout = self.setup, self.setup.rollout
+        return VllmUse(
+            end_ids=end_ids(setup.model_directory),
             temperature=rollout.temperature,
             replaces_weights=rollout.publish == "weights",
             across_updates=rollout.kv_across_updates,
+            sleeps=rollout.placement == "colocated",
+            write_blank=self._write_blank if rollout.url else None,
         )
+
+    def _write_blank(self) -> Path:
+        with self._writing:  # several servers may ask for it
+            if not self.blank_directory.exists():
+                write_blank(self.setup.model_directory, self.blank_directory)
+        return self.blank_directory
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
         if adapter is not None and self.setup.rollout.publish == "adapter":
@@ -103,30 +121,35 @@ class VllmPublisher(ServerPublisher):
         return await super().deliver_files(adapter, version)
 
     def _arguments(self, port: int) -> list[str]:
+        own = [server_python(self.setup.rollout), "-m", ENTRY, "--host", "127.0.0.1", "--port", str(port)]
+        return [*own, "--enable-scale-out", "--enable-prompt-tokens-details", *self.engine_arguments()]
+
+    def engine_arguments(self) -> list[str]:
+        """What an engine of the run's own is started with, in a server or not."""
         setup, rollout = self.setup, self.setup.rollout
         fixed = {
             "--model": str(self.start_directory.resolve()),
             "--served-model-name": setup.model_directory.name,
-            "--host": "127.0.0.1",
-            "--port": str(port),
             "--logprobs-mode": "processed_logprobs",
             "--dtype": self._dtype(),
             "--max-model-len": str(rollout.max_trajectory_tokens),
         }
-        switches = ["--enable-scale-out", "--enable-prompt-tokens-details"]
+        switches: list[str] = []
         if rollout.publish == "adapter":
             fixed["--max-lora-rank"] = str(_lora_rank(self._rank))
             fixed |= {"--max-loras": str(MAX_LORAS), "--max-cpu-loras": str(MAX_CPU_LORAS)}
             switches.append("--enable-lora")
+        if rollout.placement == "colocated":
+            switches.append("--enable-sleep-mode")
         if self._is_on_cpu():
             # Part of a prompt in a batch sets a seeded generator back, and one on a CPU cannot be: the server ends.
             batch = max(rollout.max_trajectory_tokens, MIN_CPU_BATCH)
             switches += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(batch)]
         named = [part for name, value in fixed.items() if value != "0" for part in (name, value)]
-        command = [server_python(rollout), "-m", ENTRY, *named, *switches, *size_arguments(rollout, SIZES)]
-        return [*command, *rollout.server_args]
+        return [*named, *switches, *size_arguments(rollout, SIZES), *rollout.server_args]
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """Variables that an engine of the run's own is started with."""
         found = {
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_SERVER_DEV_MODE": "1",
@@ -136,6 +159,8 @@ class VllmPublisher(ServerPublisher):
         }
         if self._is_on_cpu():
             found["TORCHDYNAMO_DISABLE"] = "1"  # else the first reply waits while a C++ compiler builds one small sum
+            # By itself it leaves one core free, and binds its threads to the others; but we learn while it waits.
+            found["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             cache_gib = self.setup.engine.kv_cache_gib or CPU_CACHE_GIB
             found["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(cache_gib))))
         return found

@@ -2,6 +2,9 @@
 
 The trainer is our engine in this process. The backend gets its adapter, or its whole weights, through
 `Publisher.publish`, exactly as in a run. Drift compares the logprobs that the backend returned with the trainer's.
+
+Both sides do the same work: `--weights` says for both whether the adapter is added to the weights or stays apart, the
+dtype is one, both warm up, and every batch has prompts that neither side has read before.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ def run_backend(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    engine = EngineConfig(device=args.device, dtype=args.dtype, seed=0, merge_adapter=args.merge)
+    is_merged = args.weights == "merged"
+    merge = "always" if is_merged else "never"
+    engine = EngineConfig(device=args.device, dtype=args.dtype, seed=0, merge_adapter=merge)
     directory = model_directory(args.model)
     of_dialogue = args.dialogue_prompt + args.turns * (args.observed + args.sampled)
     rollout = RolloutConfig(
@@ -48,7 +53,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         max_trajectory_tokens=max(args.prompt_tokens + args.new_tokens, of_dialogue) + 8,
         server_args=tuple(args.server_arg),
         server_python=args.server_python,
-        **({} if args.publish is None else {"publish": args.publish}),
+        publish="weights" if is_merged and args.backend != "local" else "adapter",
     )
     with (
         tempfile.TemporaryDirectory(prefix="turnwise-bench-") as place,
@@ -88,21 +93,21 @@ async def _move(trainer: TrainingClient) -> None:
 
 async def _speed(args: argparse.Namespace, client: SamplingClient) -> dict[str, float]:
     rng, size = np.random.default_rng(0), len(client.get_tokenizer())
-    prompts = rng.integers(100, size, (args.prompts, args.prompt_tokens)).tolist()
-    starts = rng.integers(100, size, (args.dialogues, args.dialogue_prompt)).tolist()
-    seen = rng.integers(100, size, (args.turns, args.dialogues, args.observed)).tolist()
 
-    async def dialogue(index: int) -> None:
-        history = list(starts[index])
-        for turn in range(args.turns):
-            reply = await _draw(client, history, args.sampled, seed=index)
-            history += [*reply.sequences[0].tokens, *seen[turn][index]]
+    async def dialogue(history: list[int], seen: list[list[int]], seed: int) -> None:
+        for observed in seen:
+            reply = await _draw(client, history, args.sampled, seed=seed)
+            history += [*reply.sequences[0].tokens, *observed]
 
+    # New prompts every time: what one side had in its prefix cache, the other side may have forgotten.
     async def batch() -> None:
+        prompts = rng.integers(100, size, (args.prompts, args.prompt_tokens)).tolist()
         await asyncio.gather(*(_draw(client, prompt, args.new_tokens, seed=1) for prompt in prompts))
 
     async def dialogues() -> None:
-        await asyncio.gather(*(dialogue(index) for index in range(args.dialogues)))
+        starts = rng.integers(100, size, (args.dialogues, args.dialogue_prompt)).tolist()
+        seen = rng.integers(100, size, (args.dialogues, args.turns, args.observed)).tolist()
+        await asyncio.gather(*(dialogue(*both, seed) for seed, both in enumerate(zip(starts, seen, strict=True))))
 
     found = {"tokens_per_s": args.prompts * args.new_tokens / await _timed(batch, args)}
     if args.dialogues:

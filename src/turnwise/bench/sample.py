@@ -35,9 +35,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", default="", help="measure this sampler backend beside ours, as a run uses both (such as vllm)"
     )
-    parser.add_argument("--publish", help="how --backend gets the weights: adapter or weights (rollout.publish)")
     parser.add_argument(
-        "--merge", default="auto", choices=("auto", "always", "never"), help="for ours: engine.merge_adapter"
+        "--weights",
+        default="merged",
+        choices=("merged", "adapter"),
+        help="what both sides sample with, beside --backend: whole weights with the adapter added, or an adapter apart",
     )
     parser.add_argument("--server-python", default="", help="the Python that runs the server (rollout.server_python)")
     parser.add_argument(
@@ -81,10 +83,11 @@ def _beside_backend(args: argparse.Namespace) -> dict[str, Any]:
     from turnwise.bench.backend import run_backend
 
     theirs = run_backend(args)
-    local = {"backend": "local", "publish": None, "server_arg": [], "server_python": ""}
+    local = {"backend": "local", "server_arg": [], "server_python": ""}
     ours = run_backend(argparse.Namespace(**{**vars(args), **local}))
     result: dict[str, Any] = {"bench": "sample", "model": args.model, "machine": ours.pop("machine")}
-    result |= {"dtype": ours.pop("dtype"), "rank": args.rank, "backend": args.backend}
+    result |= {"dtype": ours.pop("dtype"), "rank": args.rank, "backend": args.backend, "weights": args.weights}
+    result["threads"] = torch.get_num_threads()
     result["load"] = f"{args.prompts} prompts x {args.prompt_tokens} tokens, {args.new_tokens} sampled each"
     for name, value in ours.items():
         result[f"local_{name}"] = value

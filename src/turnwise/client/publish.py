@@ -153,6 +153,10 @@ class Publisher(ABC):
             "expected rollout.backend=local, or a backend that has it"
         )
 
+    async def rest(self) -> None:
+        """Give the sampler's memory back before a training pass, if it can; the next request takes it again."""
+        return
+
     def take_metrics(self) -> dict[str, float]:
         """Return what the sampler counted since the last call; the loop writes it down with every step."""
         return {}

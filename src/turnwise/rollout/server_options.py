@@ -13,9 +13,9 @@ from turnwise.runtime.section import Section
 
 NO_SERVERS = ("local",)
 """Backends that start and reach no server; the options of servers are refused with them."""
-REACH_OPTIONS = ("url", "publish", "server_deadline_s", "server_wait_s")
+REACH_OPTIONS = ("url", "publish", "placement", "server_deadline_s", "server_wait_s")
 """Read by every backend that samples on servers."""
-START_OPTIONS = ("server_python", "server_args", "tensor_parallel_size", "placement", "server_start_s")
+START_OPTIONS = ("server_python", "server_args", "tensor_parallel_size", "server_start_s")
 """Read only where a run starts a server of its own."""
 SHARED_OPTIONS = ("gpu_memory_utilization", "max_num_seqs")
 """Read by a server that the run starts, and by the engine in this process."""
@@ -57,7 +57,7 @@ class ServerOptions(Section):
     placement: Literal["separate", "colocated"] = Field(
         default="separate",
         description="Where the server's memory is: it keeps its own, or it gives its memory back while the trainer "
-        "learns, on the same GPU (`colocated`).",
+        "learns, on the same GPU (`colocated`; for synchronous runs: `train.max_staleness=0`).",
     )
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs over which one server spreads the model.")
     gpu_memory_utilization: float = Field(

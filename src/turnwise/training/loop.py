@@ -302,6 +302,7 @@ class Loop:
             self._recorder.tasks(batch.tasks, "train")
             self._num_drawn += batch.played.stats.num_drawn
             batches.append(batch)
+            await self.watchdog.call("sampler", "give its memory back", self._publisher.rest())
             if num_batches == 1:
                 learned = await self._learner.learn(batch.items, self._optim, version)
             else:
@@ -417,6 +418,7 @@ class Loop:
             self._phase("warming up")
             batches, self._lessons = batch_lessons(self._lessons, self._parts), None
             optim = make_optim(self._config, config.learning_rate)
+            await self.watchdog.call("sampler", "give its memory back", self._publisher.rest())
             for step in range(self._done_warmup, config.steps):
                 self._interrupt.check()
                 work = warm_up_step(self._trainer, batches.batch(step), optim)

@@ -186,6 +186,11 @@ def _set_up(
             f"rollout.backend={config.rollout.backend} samples from adapters only, and model.train=full trains all "
             "weights; use rollout.backend=local. A backend of your own says takes_full_weights = True"
         )
+    if config.rollout.placement == "colocated" and config.train.max_staleness:
+        raise ConfigError(
+            f"rollout.placement=colocated: the sampler sleeps while the trainer learns, and train.max_staleness="
+            f"{config.train.max_staleness} samples meanwhile; set train.max_staleness=0, or rollout.placement=separate"
+        )
     publisher.check_options(config.rollout)
     check_loggers(config.run.loggers)
     if objects.env is None and not config.env.mix and ":" not in config.env.name:

@@ -87,7 +87,7 @@ def test_a_backend_from_outside_the_package_trains_a_run_and_is_closed_with_it(t
 def test_a_file_in_the_folder_of_backends_is_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "counting_here.py").write_text(COUNTING)
     monkeypatch.setattr(turnwise.backends, "__path__", [*turnwise.backends.__path__, str(tmp_path)])
-    assert backend_names() == ["counting_here", "local", "sglang", "vllm"]
+    assert backend_names() == ["counting_here", "local", "sglang", "vllm", "vllm_in_process"]
     config = load_config("guess_number", ["rollout.backend=counting_here"])
     setup = BackendSetup(
         rollout=config.rollout, model_directory=tmp_path, run_directory=tmp_path, engine=config.engine_in_use

@@ -128,7 +128,6 @@ def test_what_the_server_does_not_take_is_refused_by_name_before_anything_starts
         "server_args has --host, which the run sets itself": [mine, "rollout.server_args=--host 0.0.0.0"],
         "server_args has --max-lora-rank, which the run": [mine, "rollout.server_args=--max_lora_rank=4"],
         "rollout.backend=sglang publishes adapters only": [mine, "rollout.publish=weights"],
-        "rollout.placement=colocated: SGLang's memory is not": [mine, "rollout.placement=colocated"],
     }
     for message, options in wrong.items():
         with pytest.raises(ConfigError, match=message):

@@ -17,7 +17,7 @@ from dataclasses import replace
 from turnwise.backends import BackendSetup
 from turnwise.backends.samplers.dialect import SamplerDialect
 from turnwise.backends.servers.dialect import ServerDialect
-from turnwise.backends.servers.fleet import FleetTimes
+from turnwise.backends.servers.fleet_figures import FleetTimes
 from turnwise.backends.servers.publisher import FleetPublisher
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.local_clients import LocalTrainingClient
@@ -93,7 +93,7 @@ class SeparateSamplers(EngineFleet):
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(asyncio.to_thread(link.end) for link in links))
 
-    def find_reviver(self) -> Callable[[str], Awaitable[None]] | None:
+    def find_reviver(self) -> Callable[[str], Awaitable[bool]] | None:
         return self._revive
 
     def fleet_times(self) -> FleetTimes:
@@ -116,7 +116,7 @@ class SeparateSamplers(EngineFleet):
         except OSError as cause:
             raise ServiceError(f"{_name(number)} did not start: {cause}") from cause
 
-    async def _revive(self, url: str) -> None:
+    async def _revive(self, url: str) -> bool:
         """Start a sampler again that is gone, or does not answer."""
         number = _number(url)
         before = self._links.pop(number, None)
@@ -133,6 +133,7 @@ class SeparateSamplers(EngineFleet):
             _log.warning("%s: %s; it did not start again: %s", url, why, error)
             raise
         _log.warning("%s: %s. It was started again (%s)", url, why, self._links[number].name)
+        return True
 
 
 class LearnersThatSample(EngineFleet):

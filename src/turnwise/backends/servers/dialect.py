@@ -91,6 +91,14 @@ class ServerDialect(ABC):
     async def abort_all(self) -> None:
         """End all requests under way; each returns what it has."""
 
+    async def sleep(self) -> None:
+        """Give the device's memory back, with no request under way. Adapters and weights come back with `wake`."""
+        raise NotImplementedError(f"{self.url} keeps its memory")
+
+    async def wake(self) -> None:
+        """Take the device's memory again; returns when the server can sample."""
+        raise NotImplementedError(f"{self.url} keeps its memory")
+
     @abstractmethod
     async def close(self) -> None:
         """Close connections. The server itself stays."""

@@ -15,10 +15,10 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
+from turnwise.backends.servers.fleet_figures import FleetStats, FleetTimes
 from turnwise.backends.servers.http import ServerGoneError
 from turnwise.backends.servers.routing import KnownPrefix, PrefixRoutes
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
@@ -36,57 +36,6 @@ PROBE = SampleRequest((1, 2, 3), SamplingParams(max_tokens=1, seed=0))
 """What a server must answer before it takes requests: one that accepts and never answers stays out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetTimes:
-    """Deadlines of a fleet, in seconds."""
-
-    request_s: float = 120.0
-    """For one request on one server, whatever it has drawn by then."""
-    wait_s: float = 60.0
-    """How long to wait for a server when none can take a request, and for the first one at the start."""
-    check_every_s: float = 2.0
-    check_s: float = 10.0
-    """For one health check, or for what a server says about itself."""
-    load_s: float = 120.0
-    """For loading one adapter on one server."""
-    laggard_s: float = 15.0
-    """How much longer than the first server the others may take to load a new version before they are fenced off."""
-
-
-@dataclass(slots=True, kw_only=True)
-class FleetStats:
-    """What happened so far."""
-
-    num_requests: int = 0
-    num_retries: int = 0
-    """Requests that were sent again because a server failed them."""
-    num_lost: int = 0
-    """Times that a server was taken out."""
-    num_returned: int = 0
-    """Times that a server came back."""
-    num_fenced: int = 0
-    """Times that a version was published without a server, because it lagged behind."""
-    num_sticky: int = 0
-    """Requests that went on with a conversation, on the server that had drawn its last reply."""
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    """Prompt tokens that servers did not have to read again."""
-
-    def since(self, before: FleetStats) -> dict[str, float]:
-        """Metrics of what happened since then."""
-        num_requests = self.num_requests - before.num_requests
-        num_prompt = self.num_prompt_tokens - before.num_prompt_tokens
-        return {
-            "fleet/requests": float(num_requests),
-            "fleet/retries": float(self.num_retries - before.num_retries),
-            "fleet/servers_lost": float(self.num_lost - before.num_lost),
-            "fleet/servers_returned": float(self.num_returned - before.num_returned),
-            "fleet/laggards_fenced": float(self.num_fenced - before.num_fenced),
-            "fleet/sticky_share": (self.num_sticky - before.num_sticky) / max(1, num_requests),
-            "fleet/cached_prompt_share": (self.num_cached_tokens - before.num_cached_tokens) / max(1, num_prompt),
-        }
-
-
 class _Server:
     """What the fleet knows of one server."""
 
@@ -101,6 +50,9 @@ class _Server:
         self.wrong: TurnwiseError | None = None
         """It answers, and is not what the run needs."""
         self.loaded: set[str] = set()
+        self.unwanted: dict[str, ServedWeights] = {}
+        """Adapters that nobody uses any more, and that it may still hold: it was down when it should unload them."""
+        self.is_asleep = False
         self.replacing = asyncio.Lock()
         """Held while its whole weights are replaced."""
         self.num_running = 0
@@ -130,11 +82,11 @@ class Fleet:
         *,
         times: FleetTimes,
         check_facts: Callable[[str, ServerFacts], None] = lambda _url, _facts: None,
-        revive: Callable[[str], Awaitable[None]] | None = None,
+        revive: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
         """Args:
         check_facts: Raises `ConfigError` where a server, named by its address, is not what the run needs.
-        revive: Starts a server again that does not answer, where it is ours to start.
+        revive: Starts a server again that does not answer, where it is ours to start; says whether it did.
         """
         self.times = times
         self.stats = FleetStats()
@@ -146,6 +98,9 @@ class Fleet:
         self._routes = PrefixRoutes()
         self._changed = asyncio.Condition()
         self._keepers: list[asyncio.Task[None]] = []
+        self._waking = asyncio.Lock()
+        self._is_resting = False
+        """The servers gave their memory back, and get nothing until they are woken."""
 
     @property
     def num_ready(self) -> int:
@@ -172,6 +127,7 @@ class Fleet:
         """Load an adapter on every server. Returns when all have it, or when one has it and the others lag too far."""
         if weights.name is None:
             return
+        await self.wake()
         self._live[weights.name] = weights
         loads = {
             asyncio.create_task(self._load(server, weights)): server for server in self._servers if server.is_ready
@@ -191,14 +147,60 @@ class Fleet:
         self.stats.num_fenced += sum(not server.has(weights) for server in self._servers if server.is_ready)
 
     async def retire(self, weights: ServedWeights) -> None:
-        """Unload an adapter that nobody uses any more. A server that cannot is not asked twice."""
+        """Unload an adapter that nobody uses any more; a server that is down or asleep does it when it is back."""
         if weights.name is None:
             return
         self._live.pop(weights.name, None)
-        await asyncio.gather(*(self._unload(server, weights) for server in self._servers if server.is_ready))
+        for server in self._servers:
+            server.loaded.discard(weights.name)
+            if not weights.is_whole:  # newer weights have replaced those
+                server.unwanted[weights.name] = weights
+        await asyncio.gather(*(self._unload(server) for server in self._servers if server.is_ready))
+
+    async def rest(self) -> None:
+        """Have all servers give their memory back, once their requests are done, until something is asked of them."""
+        async with self._waking:
+            self._is_resting = True
+            await self._until(lambda: not any(server.num_running for server in self._servers), self.times.request_s)
+            await asyncio.gather(*(self._sleep(server) for server in self._servers if server.is_ready))
+
+    async def wake(self) -> None:
+        """Have all servers take their memory again. One that does not is taken out, and started again if it is ours."""
+        async with self._waking:
+            await asyncio.gather(*(self._wake_or_take_out(server) for server in self._servers if server.is_asleep))
+            self._is_resting = False
+
+    async def _sleep(self, server: _Server) -> None:
+        server.is_asleep = True  # also where it fails: then it may or may not, and is woken before it is used
+        try:
+            async with asyncio.timeout(self.times.request_s):
+                await server.dialect.sleep()
+        except (TimeoutError, ServiceError) as error:
+            self._take_out(server, f"it did not give its memory back: {error or 'no answer'}")
+
+    async def _wake_or_take_out(self, server: _Server) -> None:
+        try:
+            await self._wake(server)
+        except ServiceError as error:
+            self._take_out(server, str(error))
+            return
+        await self._unload(server)
+
+    async def _wake(self, server: _Server) -> None:
+        """Wake a server that sleeps, or may."""
+        try:
+            async with asyncio.timeout(self.times.request_s):
+                await server.dialect.wake()
+        except (TimeoutError, ServiceError) as cause:
+            server.is_asleep = not _is_unreachable(cause)
+            why = str(cause) or f"no answer within {self.times.request_s:g} s"
+            raise ServerGoneError(f"{server.url} did not wake up: {why}") from cause
+        server.is_asleep = False
 
     async def generate(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
         """Sample on the best server, and on another one if it fails."""
+        if self._is_resting:
+            await self.wake()
         failed: list[str] = []
         self.stats.num_requests += 1
         while True:
@@ -272,13 +274,15 @@ class Fleet:
         finally:
             server.num_running -= 1
             await _cancel_all([work])
+            if self._is_resting:
+                await self._tell()
 
     async def _look_after(self, server: _Server) -> None:
         while True:
             try:
                 if server.is_ready:
                     await self._check_health(server)
-                if not server.is_ready:
+                if not server.is_ready and not self._is_resting:
                     await self._admit(server)
             except Exception as error:  # noqa: BLE001 - nobody else looks after this server
                 self._take_out(server, f"it cannot be used: {error!r}")
@@ -297,9 +301,12 @@ class Fleet:
             self._take_out(server, f"{NUM_MISSED_CHECKS} health checks in a row had no answer")
             server.give_up_requests()
             return
-        for weights in self._missing(server) if is_well else ():
+        if not is_well or server.is_asleep or self._is_resting:
+            return
+        for weights in self._missing(server):
             with contextlib.suppress(ServiceError):  # `_load` has taken it out, or wrote down why not
                 await self._load(server, weights)
+        await self._unload(server)
 
     async def _admit(self, server: _Server) -> None:
         """Let a server take requests, if it is what the run needs, has all versions, and answers."""
@@ -308,6 +315,8 @@ class Fleet:
                 facts = await server.dialect.facts()
             self._check_facts(server.url, facts)
             server.wrong = None
+            if server.is_asleep:
+                await self._wake(server)
             server.loaded.clear()  # it may be another process than before
             for weights in self._missing(server):
                 await self._load(server, weights)
@@ -315,6 +324,7 @@ class Fleet:
             async with asyncio.timeout(max(self.times.check_s, self.times.request_s / 4)):
                 _check(await server.dialect.generate(PROBE, newest[0]), PROBE, server.url)
         except (TimeoutError, ServiceError, ConfigError) as error:
+            server.is_asleep &= not _is_unreachable(error)
             server.wrong = error if isinstance(error, ConfigError) else None
             server.why_out = str(error) or "it does not answer"
             server.give_up_requests()
@@ -332,7 +342,8 @@ class Fleet:
         if self._revive is None or server.wrong is not None:
             return
         try:
-            await self._revive(server.url)
+            if await self._revive(server.url):
+                server.is_asleep = False
         except TurnwiseError as error:
             server.why_out = str(error)
 
@@ -362,7 +373,8 @@ class Fleet:
             server.loaded.add(weights.name)
             await self._tell()
         else:
-            await self._unload(server, weights)  # nobody wanted it any more by the time it was there
+            server.unwanted[weights.name] = weights  # nobody wanted it any more by the time it was there
+            await self._unload(server)
 
     async def _replace(self, server: _Server, weights: ServedWeights) -> None:
         """Replace a server's whole weights, unless it has these or newer ones, or nobody wants them any more."""
@@ -400,14 +412,15 @@ class Fleet:
             server.why_out = str(error)
             raise
 
-    async def _unload(self, server: _Server, weights: ServedWeights) -> None:
-        assert weights.name is not None
-        server.loaded.discard(weights.name)
-        if weights.is_whole:  # newer weights have replaced them
+    async def _unload(self, server: _Server) -> None:
+        """Unload what nobody uses any more; what cannot be unloaded now is tried again after the next health check."""
+        if server.is_asleep:
             return
-        with contextlib.suppress(ServiceError, TimeoutError):
-            async with asyncio.timeout(self.times.check_s):
-                await server.dialect.unload(weights)
+        for name, weights in list(server.unwanted.items()):
+            with contextlib.suppress(ServiceError, TimeoutError):
+                async with asyncio.timeout(self.times.check_s):
+                    await server.dialect.unload(weights)
+                server.unwanted.pop(name, None)
 
     async def _await_loads(self, loads: dict[asyncio.Task[None], _Server]) -> list[ServiceError]:
         """Wait for loads under way: for all, or a little longer than for the first. Returns what failed."""
@@ -457,6 +470,11 @@ def _check(response: SampleResponse, request: SampleRequest, url: str) -> None:
             raise ServerGoneError(f"{url} returned {len(sequence.tokens)} tokens and {num_logprobs} logprobs")
         if not all(math.isfinite(value) and value <= 1e-3 for value in sequence.logprobs or ()):
             raise ServerGoneError(f"{url} returned a logprob that is none: not finite, or above 0")
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Nothing listens there: a process that comes back is another one, and is awake."""
+    return isinstance(error, ServerGoneError) and error.is_unreachable
 
 
 async def _cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -15,6 +15,13 @@ MAX_WORDS = 400
 class ServerGoneError(ServiceError):
     """A server did not answer, answered too late, failed inside, or lost what it had loaded: another one may do it."""
 
+    def __init__(self, message: str, status: int | None = None, *, is_unreachable: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        """What it answered with, if it answered."""
+        self.is_unreachable = is_unreachable
+        """Nothing listens at its address."""
+
 
 class ServerRefusedError(ServiceError):
     """A server answered that it will not do this; another server of the same kind would say the same."""
@@ -59,9 +66,11 @@ class JsonServer:
         except TimeoutError as cause:
             raise ServerGoneError(f"{address}: no answer within {deadline_s:g} s") from cause
         except (httpx.HTTPError, httpx.InvalidURL) as cause:
-            raise ServerGoneError(f"{address}: {type(cause).__name__} ({str(cause)[:MAX_WORDS]})") from cause
+            words = f"{address}: {type(cause).__name__} ({str(cause)[:MAX_WORDS]})"
+            raise ServerGoneError(words, is_unreachable=isinstance(cause, httpx.ConnectError)) from cause
         if response.status_code >= 500 or response.status_code in (408, 429):
-            raise ServerGoneError(f"{address}: status {response.status_code}: {_words(response.text)}")
+            words = _words(response.text)
+            raise ServerGoneError(f"{address}: status {response.status_code}: {words}", response.status_code)
         if response.status_code >= 300:
             words = _words(response.text)
             raise ServerRefusedError(f"{address}: status {response.status_code}: {words}", response.status_code)

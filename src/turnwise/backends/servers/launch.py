@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from turnwise.backends.servers import supervisor
 from turnwise.backends.servers.http import JsonServer
@@ -50,6 +50,25 @@ class ServerCommand:
     """Answers with status 200 when the server can sample."""
 
 
+class OwnSampler(Protocol):
+    """What samples for one run alone, and is started, started again and stopped with it."""
+
+    @property
+    def url(self) -> str:
+        """Its address, or a name for it."""
+        ...
+
+    async def start(self) -> None:
+        """Start it, and wait until it is ready."""
+
+    async def revive(self) -> bool:
+        """Start it again if it ended, or if it runs and does not answer. Returns whether it was started."""
+        ...
+
+    async def stop(self) -> None:
+        """End it, with every process that it started."""
+
+
 class OwnServer:
     """One server that this process started."""
 
@@ -66,14 +85,15 @@ class OwnServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._output: BinaryIO | None = None
         self._num_starts = 0
-        self._port = 0
+        self._reserved: socket.socket | None = None
+        """Keeps the port ours from the moment it is chosen, also between two starts."""
 
     @property
     def url(self) -> str:
         """The address; the same one after every start."""
-        if not self._port:
-            self._port = _free_port()
-        return f"http://127.0.0.1:{self._port}"
+        if self._reserved is None:
+            self._reserved = _reserve_port()
+        return f"http://127.0.0.1:{self._reserved.getsockname()[1]}"
 
     @property
     def group_id(self) -> int | None:
@@ -106,23 +126,34 @@ class OwnServer:
             with PENDING_CALLS.listed(self._command.name, f"start ({self.log})", self._start_s, is_reason=True):
                 await self._until_ready(self._start_s)
         except BaseException:
-            await self.stop()
+            if self._num_starts == 1:
+                await self.stop()
+            else:  # whoever sends requests knows the address: another start may still succeed there
+                await self._end(self._process)
             raise
 
-    async def revive(self) -> None:
-        """Start the server again if it ended, or if it runs and does not answer."""
+    async def revive(self) -> bool:
+        """Start the server again if it ended, or if it runs and does not answer. Returns whether it was started."""
         if self.is_alive:
             with contextlib.suppress(ServiceError):
                 await self._until_ready(QUIET_S)
-                return
-        await self.stop()
+                return False
+        if self._process is not None:
+            await self._end(self._process)
         await self.start()
+        return True
 
     async def stop(self) -> None:
         """End the server and every process that it started."""
-        process, self._process = self._process, None
-        if process is None:
-            return
+        if self._process is not None:
+            await self._end(self._process)
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
+
+    async def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """End the processes; the port stays ours."""
+        self._process = None
         assert process.stdin is not None
         process.stdin.close()  # the supervisor ends the server, and then its group
         until_s = time.monotonic() + STOP_S
@@ -162,7 +193,11 @@ class OwnServer:
         return f"its log would be {self.log}"
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def _reserve_port() -> socket.socket:
+    """Hold a free port without listening on it. A server that reuses addresses, as vLLM and SGLang do, may bind it too;
+    nobody who looks for a free port gets it."""
+    held = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        held.setsockopt(socket.SOL_SOCKET, option, 1)
+    held.bind(("127.0.0.1", 0))
+    return held

@@ -25,8 +25,9 @@ from typing import Any
 
 from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
-from turnwise.backends.servers.fleet import Fleet, FleetStats, FleetTimes
-from turnwise.backends.servers.launch import OwnServer, ServerCommand
+from turnwise.backends.servers.fleet import Fleet
+from turnwise.backends.servers.fleet_figures import FleetStats, FleetTimes
+from turnwise.backends.servers.launch import OwnSampler, OwnServer, ServerCommand
 from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
 from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
 from turnwise.client.futures import ApiFuture
@@ -114,6 +115,11 @@ class FleetPublisher(Publisher):
     def make_dialect(self, url: str) -> ServerDialect:
         """How the server at this address is spoken to. Called in the event loop that will use it."""
 
+    @property
+    def blank_directory(self) -> Path:
+        """Where an adapter that changes nothing may be written for the servers."""
+        return self._served / f"{self._name}-blank"
+
     @abstractmethod
     async def start_servers(self) -> Sequence[str]:
         """Start what the fleet needs. Returns the addresses, for `make_dialect`."""
@@ -122,8 +128,8 @@ class FleetPublisher(Publisher):
         """Stop what was started."""
         return
 
-    def find_reviver(self) -> Callable[[str], Awaitable[None]] | None:
-        """What starts the server at an address again; None: they are not ours to start."""
+    def find_reviver(self) -> Callable[[str], Awaitable[bool]] | None:
+        """What starts the server at an address again, and says whether it did; None: they are not ours to start."""
         return None
 
     def fleet_times(self) -> FleetTimes:
@@ -199,6 +205,10 @@ class FleetPublisher(Publisher):
         except OSError as cause:
             raise CheckpointError(f"{self._not_written(weights.version)}: {cause}") from cause
 
+    async def rest(self) -> None:
+        if self._fleet is not None and self._loop is not None and self.setup.rollout.placement == "colocated":
+            await self._loop.run(self._fleet.rest())
+
     def take_metrics(self) -> dict[str, float]:
         fleet = self._fleet
         if fleet is None:
@@ -219,6 +229,7 @@ class FleetPublisher(Publisher):
             if loop is not None:
                 await asyncio.to_thread(loop.close)
             await self.stop_servers()
+            await asyncio.to_thread(remove_directory, self.blank_directory)
             with contextlib.suppress(OSError):  # what could not be unloaded stays, for a process that resumes the run
                 self._served.rmdir()
 
@@ -387,12 +398,18 @@ class ServerPublisher(FleetPublisher):
 
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
-        self._own: OwnServer | None = None
+        self._own: OwnSampler | None = None
         self._start_s = 0.0
 
     @abstractmethod
     def server_command(self) -> ServerCommand:
         """How a server of the run's own is started, where `rollout.url` is empty."""
+
+    def make_own(self) -> OwnSampler:
+        """What samples where `rollout.url` is empty: a server that this run starts."""
+        command = self.server_command()
+        log = self.setup.run_directory / f"{command.name.lower()}.log"
+        return OwnServer(command, log, start_s=self.setup.rollout.server_start_s)
 
     @property
     def start_directory(self) -> Path:
@@ -406,7 +423,7 @@ class ServerPublisher(FleetPublisher):
         if self._own is not None:
             await self._own.stop()
 
-    def find_reviver(self) -> Callable[[str], Awaitable[None]] | None:
+    def find_reviver(self) -> Callable[[str], Awaitable[bool]] | None:
         return None if self._own is None else self._revive_own
 
     def fleet_times(self) -> FleetTimes:
@@ -417,17 +434,15 @@ class ServerPublisher(FleetPublisher):
         return replace(times, wait_s=max(times.wait_s, 2 * self._start_s + 30))
 
     async def _start_own(self) -> str:
-        command = self.server_command()
-        log = self.setup.run_directory / f"{command.name.lower()}.log"
-        self._own = OwnServer(command, log, start_s=self.setup.rollout.server_start_s)
+        self._own = self.make_own()
         started_s = time.monotonic()
         await self._own.start()
         self._start_s = time.monotonic() - started_s
         return self._own.url
 
-    async def _revive_own(self, _url: str) -> None:
+    async def _revive_own(self, _url: str) -> bool:
         assert self._own is not None
-        await self._own.revive()
+        return await self._own.revive()
 
 
 def read_rank(adapter: Path) -> int:

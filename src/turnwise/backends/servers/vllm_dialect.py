@@ -1,8 +1,12 @@
-"""How a vLLM server is spoken to: token ids in, token ids and logprobs out, adapters and weights at run time.
+"""What a vLLM is asked, and what its answers mean: token ids in, token ids and logprobs out, adapters and weights.
 
-What the server must be started with is `REQUIRED`. Logprobs are those of the distribution that was sampled from: with
-`--logprobs-mode processed_logprobs` the server divides by the temperature first, and a greedy reply has its logprobs at
-temperature 1, as ours do. A server with raw logprobs is right at temperature 1 alone, and is refused otherwise.
+Logprobs are those of the distribution that was sampled from: with `--logprobs-mode processed_logprobs` vLLM divides by
+the temperature first, and a greedy reply has its logprobs at temperature 1, as ours do. A vLLM with raw logprobs is
+right at temperature 1 alone, and is refused otherwise.
+
+On a CPU, vLLM gives a request without an adapter the weights of whatever adapter has its last slot, loaded by this run
+or by another. So a request for the model itself names a blank adapter wherever others may have theirs: one that changes
+nothing.
 """
 
 from __future__ import annotations
@@ -10,31 +14,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
-from turnwise.backends.servers.http import JsonServer, ServerGoneError, ServerRefusedError
+from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
+from turnwise.backends.servers.vllm_calls import GENERATE, LOAD, PAUSE, RPC, SLEEP, VllmCalls, VllmHttp, VllmModel
 from turnwise.errors import ConfigError, DataError, ServiceError
 from turnwise.types import SampledSequence, SampleRequest, SampleResponse
 
-GENERATE, LOAD, UNLOAD = "/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-RPC, PAUSE, RESUME, RESET = "/collective_rpc", "/pause", "/resume", "/reset_prefix_cache"
-REQUIRED: Mapping[str, str] = {
-    GENERATE: "start the server with --enable-scale-out",
-    LOAD: "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
-}
-"""Routes that every run needs, and how a server gets them."""
-REQUIRED_FOR_WEIGHTS: Mapping[str, str] = {
-    GENERATE: REQUIRED[GENERATE],
-    RPC: "start the server with VLLM_SERVER_DEV_MODE=1",
-    PAUSE: "start the server with VLLM_SERVER_DEV_MODE=1",
-}
-"""Routes that a run needs which replaces the whole weights."""
-ASK_S, LOAD_S, GENERATE_S = 30.0, 300.0, 3600.0
-"""Deadlines: for facts and switches, for weights, and for a reply (the fleet has its own, shorter one)."""
 PUBLISHED = "turnwise"
 """Begins the name of every version of whole weights that a run brings."""
 PROBE_IDS = (1, 2, 3, 4)
@@ -88,58 +78,52 @@ class Turnstile:
             self._is_free.notify_all()
 
 
-class VllmDialect(ServerDialect):
-    """Talks to one vLLM server."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmUse:
+    """How a run uses a vLLM."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        end_ids: Sequence[int],
-        temperature: float = 1.0,
-        replaces_weights: bool = False,
-        across_updates: str = "recompute",
-    ) -> None:
-        """Args:
-        end_ids: The model's end-of-sequence ids; a request that names no stop of its own stops at them.
-        temperature: What the run samples with; a server that cannot say the logprobs of it is refused.
-        replaces_weights: Whole weights are published, not adapters.
-        across_updates: What happens to requests under way when weights are replaced: `rollout.kv_across_updates`.
-        """
+    end_ids: Sequence[int]
+    """The model's end-of-sequence ids; a request that names no stop of its own stops at them."""
+    temperature: float = 1.0
+    """What the run samples with; a vLLM that cannot say the logprobs of it is refused."""
+    replaces_weights: bool = False
+    """Whole weights are published, not adapters."""
+    across_updates: str = "recompute"
+    """What happens to requests under way when weights are replaced: `rollout.kv_across_updates`."""
+    sleeps: bool = False
+    """It gives its memory back while the trainer learns."""
+    write_blank: Callable[[], Path] | None = None
+    """Writes an adapter that changes nothing, and says where it is; None where nobody else's adapters can be there."""
+
+
+class VllmDialect(ServerDialect):
+    """Talks to one vLLM: a server at an address, or whatever `calls` lead to."""
+
+    def __init__(self, url: str, use: VllmUse, calls: VllmCalls | None = None) -> None:
         super().__init__(url)
-        self._server = JsonServer(url)
-        self._end_ids = tuple(end_ids)
-        self._temperature = temperature
-        self._replaces_weights = replaces_weights
-        self._across_updates = across_updates
-        self._base_name = ""
-        self._context_length = 0
+        self._use = use
+        self._calls = calls or VllmHttp(self.url)
+        self._model: VllmModel | None = None
         self._is_raw = False
         self._own = f"{PUBLISHED}-{uuid.uuid4().hex[:10]}"
         """Names the weights that this process brings: servers outlive runs, and several runs may share one."""
         self._num_replaced = 0
-        """Times that the server's whole weights were replaced from here."""
+        """Times that the whole weights were replaced from here."""
         self._turnstile = Turnstile()
+        self._blank: asyncio.Task[str] | None = None
+        """Loads the blank adapter; its result is the adapter's name."""
 
     async def facts(self) -> ServerFacts:
-        await self._check_routes()
-        models = await self._server.get("/v1/models", deadline_s=ASK_S)
-        try:
-            (base,) = [model for model in models["data"] if model.get("parent") is None][:1]
-            self._base_name, self._context_length = str(base["id"]), int(base["max_model_len"])
-            model = str(base.get("root") or base["id"])
-        except (KeyError, TypeError, ValueError) as cause:
-            raise ServiceError(f"{self.url}/v1/models does not answer as vLLM does: {str(models)[:200]}") from cause
+        use = self._use
+        needed = [GENERATE, RPC, PAUSE] if use.replaces_weights else [GENERATE, LOAD]
+        self._model = await self._calls.describe([*needed, SLEEP] if use.sleeps else needed)
+        self._blank = None  # it may be another process than before
         self._is_raw = await self._has_raw_logprobs()
-        self._check_temperature(self._temperature)
-        return ServerFacts(model=model, context_length=self._context_length)
+        self._check_temperature(use.temperature)
+        return ServerFacts(model=self._model.source, context_length=self._model.context_length)
 
     async def healthy(self) -> bool:
-        try:
-            await self._server.get("/health", deadline_s=ASK_S)
-        except ServiceError:
-            return False
-        return True
+        return await self._calls.is_healthy()
 
     async def generate(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
         self._check_request(request)
@@ -157,16 +141,16 @@ class VllmDialect(ServerDialect):
 
     async def _sample(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
         body = {
-            "model": weights.adapter_name or self._base_name,
+            "model": weights.adapter_name or await self._own_name(),
             "token_ids": list(map(int, request.prompt)),
             "sampling_params": self._params(request),
         }
         if self._num_replaced:  # what older weights left in the prefix cache is not for these
             body["cache_salt"] = f"{self._own}-{self._num_replaced}"
         try:
-            answer = await self._server.post(GENERATE, body, deadline_s=GENERATE_S)
+            answer = await self._calls.generate(body)
         except ServerRefusedError as error:
-            if error.status == 404 and weights.adapter_name is not None:  # it was started again, and lost its adapters
+            if error.status == 404 and body["model"] != self._found.name:  # it was started again: adapters are lost
                 raise ServerGoneError(str(error)) from error
             raise
         try:
@@ -174,41 +158,64 @@ class VllmDialect(ServerDialect):
         except (KeyError, TypeError, ValueError, IndexError) as cause:
             raise ServerGoneError(f"{self.url}{GENERATE} does not answer as vLLM does: {cause!r}") from cause
 
+    @property
+    def _found(self) -> VllmModel:
+        assert self._model is not None, "the fleet asks for facts first"
+        return self._model
+
+    async def _own_name(self) -> str:
+        """How a request asks for the model itself, without an adapter."""
+        model, write = self._found, self._use.write_blank
+        if write is None or not model.takes_adapters:
+            return model.name
+        if self._blank is None or (self._blank.done() and (self._blank.cancelled() or self._blank.exception())):
+            self._blank = asyncio.create_task(self._load_blank(write))
+        return await asyncio.shield(self._blank)
+
+    async def _load_blank(self, write: Callable[[], Path]) -> str:
+        directory = await asyncio.to_thread(write)
+        await self._calls.load(directory.name, directory)
+        return directory.name
+
     async def load(self, weights: ServedWeights) -> None:
-        body = {"lora_name": weights.name, "lora_path": str(weights.adapter)}
+        assert weights.adapter is not None
         try:
-            await self._server.post(LOAD, body, deadline_s=LOAD_S)
+            await self._calls.load(weights.adapter.name, weights.adapter)
         except ServerRefusedError as error:
-            if "already been loaded" not in str(error):
-                raise ServiceError(f"{error}{_adapter_advice(str(error))}") from error
+            raise ServiceError(f"{error}{_adapter_advice(str(error))}") from error
 
     async def unload(self, weights: ServedWeights) -> None:
-        try:
-            await self._server.post(UNLOAD, {"lora_name": weights.name}, deadline_s=ASK_S)
-        except ServerRefusedError as error:
-            if error.status != 404:
-                raise
+        assert weights.adapter is not None
+        await self._calls.unload(weights.adapter.name)
 
     async def replace_weights(self, files: Sequence[Path], version: int) -> None:
         (directory,) = {file.parent for file in files}
-        mode = "wait" if self._across_updates == "end" else "keep"
-        await self._server.post(f"{PAUSE}?mode={mode}", deadline_s=LOAD_S)
+        calls, choice = self._calls, self._use.across_updates
+        await calls.pause("wait" if choice == "end" else "keep")
         try:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-            await self._server.post(RPC, body, deadline_s=LOAD_S)
-            body = {"new_version": f"{self._own}-{version}"}
-            await self._server.post("/update_weight_version", body, deadline_s=ASK_S)
+            await calls.reload(directory)
+            await calls.name_weights(f"{self._own}-{version}")
             self._num_replaced += 1
-            if self._across_updates == "recompute":
-                await self._server.post(f"{RESET}?reset_running_requests=true", deadline_s=ASK_S)
+            if choice == "recompute":
+                await calls.recompute_requests()
         finally:
-            await self._server.post(RESUME, deadline_s=ASK_S)
+            await calls.resume()
 
     async def abort_all(self) -> None:
-        await self._server.post("/abort_requests", {}, deadline_s=ASK_S)
+        await self._calls.abort_all()
+
+    async def sleep(self) -> None:
+        await self._calls.sleep()
+
+    async def wake(self) -> None:
+        await self._calls.wake()
 
     async def close(self) -> None:
-        await self._server.close()
+        blank, self._blank = self._blank, None
+        if blank is not None and blank.done() and not blank.cancelled() and blank.exception() is None:
+            with contextlib.suppress(ServiceError):
+                await self._calls.unload(blank.result())
+        await self._calls.close()
 
     def _to_response(self, answer: Any, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -238,9 +245,9 @@ class VllmDialect(ServerDialect):
         """The version of each token; None where the server's own weights were never replaced from here."""
         names = [str(span["version"]) for span in spans or ()]
         others = [name for name in names if not name.startswith(f"{self._own}-")]
-        if not self._replaces_weights:
+        if not self._use.replaces_weights:
             others = [name for name in others if name.startswith(f"{PUBLISHED}-")]
-        if others and (self._num_replaced or not self._replaces_weights):
+        if others and (self._num_replaced or not self._use.replaces_weights):
             raise ServerGoneError(
                 f"the server at {self.url} has other weights than this run needs ({others[0]}): another run replaced "
                 "them (rollout.publish=weights), or the server was started again. Start it again with the run's model, "
@@ -253,14 +260,6 @@ class VllmDialect(ServerDialect):
         if len(found) != num_tokens:
             raise ValueError(f"weight_versions name {len(found)} tokens of {num_tokens}")
         return found
-
-    async def _check_routes(self) -> None:
-        described = await self._server.get("/openapi.json", deadline_s=ASK_S)
-        paths = described.get("paths", {}) if isinstance(described, dict) else {}
-        required = REQUIRED_FOR_WEIGHTS if self._replaces_weights else REQUIRED
-        for path, advice in required.items():
-            if path not in paths:
-                raise ConfigError(f"the server at {self.url} has no route {path}; {advice} (docs/backends.md)")
 
     async def _has_raw_logprobs(self) -> bool:
         """Whether the server's logprobs leave the temperature out: half the temperature then does not spread them
@@ -277,8 +276,8 @@ class VllmDialect(ServerDialect):
             "ignore_eos": True,
             "seed": 0,
         }
-        body = {"model": self._base_name, "token_ids": list(PROBE_IDS), "sampling_params": params}
-        answer = await self._server.post(GENERATE, body, deadline_s=ASK_S)
+        body = {"model": self._found.name, "token_ids": list(PROBE_IDS), "sampling_params": params}
+        answer = await self._calls.generate(body)
         (drawn,) = answer["choices"][0]["logprobs"]["content"]
         by_rank = {int(one["rank"]): float(one["logprob"]) for one in drawn["top_logprobs"]}
         return by_rank[1] - by_rank[NUM_PROBED - 1]  # the drawn token, of whatever rank, may take the last place
@@ -299,16 +298,17 @@ class VllmDialect(ServerDialect):
             )
         if not num_prompt:
             raise DataError("the prompt is empty; send at least one token")
-        if self._context_length and num_prompt >= self._context_length:
+        most = self._found.context_length
+        if num_prompt >= most:
             raise DataError(
-                f"the prompt has {num_prompt} tokens; the server at {self.url} holds {self._context_length}, shorten "
+                f"the prompt has {num_prompt} tokens; the server at {self.url} holds {most}, shorten "
                 "it or start the server with a larger --max-model-len"
             )
         self._check_temperature(params.temperature)
 
     def _params(self, request: SampleRequest) -> dict[str, Any]:
         params = request.sampling_params
-        room = self._context_length - len(request.prompt)
+        room = self._found.context_length - len(request.prompt)
         stops = params.stop_strings()
         found: dict[str, Any] = {
             "max_tokens": min(params.max_tokens or room, room),
@@ -316,7 +316,7 @@ class VllmDialect(ServerDialect):
             "logprobs": 0,  # of the drawn token alone
             "n": request.num_samples,
             "ignore_eos": True,  # the ends are named below, as in our engine
-            "stop_token_ids": sorted(params.stop_ids(self._end_ids)),
+            "stop_token_ids": sorted(params.stop_ids(self._use.end_ids)),
             "detokenize": bool(stops),
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
-from turnwise.backends.servers.fleet import Fleet, FleetTimes
+from turnwise.backends.servers.fleet import Fleet
+from turnwise.backends.servers.fleet_figures import FleetTimes
 from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
@@ -45,15 +46,28 @@ class ServerInMemory(ServerDialect):
         self.whole = ""
         """The whole weights that it holds."""
         self.replaced: list[str] = []
+        self.is_asleep = self.never_wakes = False
+        self.num_running = 0
 
     def restart(self) -> None:
-        """As another process: nothing is loaded any more."""
+        """As another process: nothing is loaded any more, and it is awake."""
         self.adapters.clear()
-        self.is_dead = False
+        self.is_dead = self.is_asleep = False
 
     def _check_alive(self) -> None:
         if self.is_dead:
-            raise ServerGoneError(f"{self.url}: connection refused")
+            raise ServerGoneError(f"{self.url}: connection refused", is_unreachable=True)
+
+    async def sleep(self) -> None:
+        self._check_alive()
+        assert not self.num_running, "it sleeps when its requests are done"
+        self.is_asleep = True
+
+    async def wake(self) -> None:
+        self._check_alive()
+        assert self.is_asleep, "SGLang ends when it is woken twice"
+        await asyncio.sleep(60 if self.never_wakes else 0)
+        self.is_asleep = False
 
     async def facts(self) -> ServerFacts:
         self._check_alive()
@@ -68,8 +82,10 @@ class ServerInMemory(ServerDialect):
         self._check_alive()
         if weights.adapter_name is not None and weights.adapter_name not in self.adapters:
             raise ServerGoneError(f"{self.url} has no adapter {weights.name}")
+        assert not self.is_asleep, "a server that sleeps is not asked"
         self.asked.append(tuple(request.prompt))
         self.is_dead |= self.dies_of_scoring and request.include_prompt_logprobs
+        self.num_running += 1
         try:
             await asyncio.sleep(60 if self.is_hung else self.draw_s)
             if self.gate is not None:
@@ -77,6 +93,8 @@ class ServerInMemory(ServerDialect):
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
+        finally:
+            self.num_running -= 1
         self._check_alive()
         self.num_answered += 1
         tokens = [7, random.randrange(10**6)] if self.says_something_new else [7, 8]
@@ -86,12 +104,14 @@ class ServerInMemory(ServerDialect):
         self._check_alive()
         if self.refuses_load:
             raise ServerRefusedError("the rank is too large", 400)
+        assert not self.is_asleep, "a server that sleeps loads nothing"
         await asyncio.sleep(60 if self.is_slow_to_load else 0)
         assert weights.name is not None
         self.adapters.add(weights.name)
 
     async def unload(self, weights: ServedWeights) -> None:
         self._check_alive()
+        assert not self.is_asleep
         assert weights.name is not None
         self.adapters.discard(weights.name)
 
@@ -365,3 +385,64 @@ async def test_a_server_that_missed_whole_weights_gets_the_newest_and_never_goes
             server.asked.clear()
         await asyncio.gather(*(fleet.generate(prompt(number), first) for number in range(20, 26)))
         assert [len(server.asked) for server in servers] == [3, 3], "the newest answer for older ones too"
+
+
+async def test_servers_sleep_when_their_requests_are_done_and_wake_for_the_next_with_all_versions() -> None:
+    servers = make_servers(2)
+    async with running(servers, PATIENT) as fleet:
+        await fleet.publish(version(1))
+        gate = asyncio.Event()
+        for server in servers:
+            server.gate = gate
+        under_way = [asyncio.create_task(fleet.generate(prompt(5, number), version(1))) for number in range(4)]
+        await asyncio.sleep(0.02)
+        resting = asyncio.create_task(fleet.rest())
+        await asyncio.sleep(0.05)
+        assert not resting.done()
+        assert not any(server.is_asleep for server in servers), "replies under way are drawn to their end"
+        gate.set()
+        await asyncio.gather(*under_way, resting)
+        assert all(server.is_asleep for server in servers)
+        await fleet.retire(version(1))
+        await asyncio.sleep(0.1)  # health checks go on
+        assert all(server.is_asleep and server.adapters for server in servers), "nothing is done on a sleeping server"
+        await fleet.publish(version(2))
+        assert [server.adapters for server in servers] == [{version(2).name}] * 2, "and then all of it"
+        await fleet.rest()
+        await asyncio.gather(*(fleet.generate(prompt(5, number), version(2)) for number in range(4)))
+        assert not any(server.is_asleep for server in servers)
+
+
+async def test_a_server_that_never_wakes_or_dies_asleep_is_left_out_and_comes_back_when_it_is_well() -> None:
+    first, second = make_servers(2)
+    async with running([first, second]) as fleet:
+        await fleet.publish(version(1))
+        await fleet.rest()
+        first.never_wakes = True
+        await fleet.generate(prompt(5, 1), version(1))
+        assert (fleet.num_ready, second.num_answered, fleet.stats.num_lost) == (1, 2, 1)
+        first.never_wakes = False
+        await until(lambda: fleet.num_ready == 2)
+        await fleet.rest()
+        first.is_dead = True
+        await fleet.generate(prompt(5, 2), version(1))
+        assert fleet.num_ready == 1
+        first.restart()
+        await until(lambda: fleet.num_ready == 2)
+        assert version(1).name in first.adapters
+        await fleet.rest()
+        first.is_dead = second.never_wakes = True
+        with pytest.raises(ServiceError, match=r"no server could sample.*connection refused.*did not wake up"):
+            await fleet.generate(prompt(5, 3), version(1))
+
+
+async def test_what_a_server_should_have_unloaded_while_it_was_down_is_unloaded_when_it_is_back() -> None:
+    first, second = make_servers(2)
+    async with running([first, second]) as fleet:
+        await fleet.publish(version(1))
+        first.is_dead = True
+        await until(lambda: fleet.num_ready == 1)
+        await fleet.retire(version(1))
+        assert (first.adapters, second.adapters) == ({version(1).name}, set())
+        first.is_dead = False  # it hung, and lost nothing
+        await until(lambda: not first.adapters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -55,17 +56,21 @@ def group_is_gone(group: int) -> bool:
 
 async def test_a_server_is_started_revived_at_the_same_address_and_stopped_with_its_children(tmp_path: Path) -> None:
     server = own_server(tmp_path, SERVER)
+    url, port = server.url, int(server.url.rpartition(":")[2])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))  # the port is ours before the server has it
     await server.start()
-    url, group = server.url, server.group_id
+    group = server.group_id
+    assert server.url == url
     assert group is not None
     assert "it listens" in server.log.read_text()
-    await server.revive()
+    assert not await server.revive()
     assert server.group_id == group, "one that answers is left alone"
     os.killpg(group, signal.SIGKILL)
     while server.is_alive:
         await asyncio.sleep(0.05)
     assert group_is_gone(group)
-    await server.revive()
+    assert await server.revive()
     assert (server.url, server.is_alive) == (url, True)
     second = server.group_id
     assert second is not None
