@@ -1,8 +1,8 @@
 """Play the expert and a random policy in every shipped world: success, turns, the env's time, attempts per minute.
 
-The expert is what a world demonstrates. The random policy says, at each turn, a reply that some expert gave at some
-moment of some task of that world: always well formed, never to the point. `--trained FILE` adds what was trained, from
-a file of results: the table of docs/worlds/README.md.
+The expert is what a world demonstrates. The random policy says, at each turn, a reply that the expert gave at some
+moment of another task of that world: always well formed, never to the point. `--trained FILE` adds what was trained,
+from a file of results: the table of docs/worlds/README.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from turnwise.envs.registry import get_world, world_names, world_options
 from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError
 from turnwise.runtime.blocking import run_to_end
+from turnwise.trajectory import Message
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("browser", {"site": site}) for site in ("forum", "mail", "office", "miniwob")),
@@ -79,6 +81,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if args.only and name not in args.only:
             continue
         label = row_label(name, options)
+        print(f"playing {label} ...", file=sys.stderr, flush=True)
         measured = measure_world(name, options, args.attempts, args.at_once)
         result[label] = measured if isinstance(measured, str) else {who: _to_json(one) for who, one in measured.items()}
         lines.append(table_row(label, measured, trained.get(label, {})))
@@ -103,23 +106,40 @@ def measure_world(name: str, options: dict[str, Any], attempts: int, at_once: in
         shown = world.demonstrations(attempts, 0)
     except ConfigError as error:
         return str(error)
+    tasks = world.tasks("train", attempts, 0)
+    if len(shown) != len(tasks):  # a world may leave out what it cannot demonstrate
+        openings = run_to_end(_openings(world, tasks))
+        tasks = [
+            task for task in tasks if any(dialogue[: len(openings[task.id])] == openings[task.id] for dialogue in shown)
+        ]
+    if len(shown) < 2 or len(shown) != len(tasks):
+        return f"{len(shown)} demonstrations of {len(tasks)} tasks; at least two that can be told apart are needed"
     said = [[message.content for message in dialogue if message.role == "assistant"] for dialogue in shown]
-    if not said:
-        return "it demonstrates nothing"
-    tasks = world.tasks("train", attempts, 0)[: len(said)]
-    pool = [reply for replies in said for reply in replies]
 
     def expert(number: int) -> Callable[[int], str]:
         return lambda turn: said[number][min(turn, len(said[number]) - 1)]
 
     def anything(number: int) -> Callable[[int], str]:
         rng = random.Random(number)
-        return lambda _: rng.choice(pool)
+        others = [reply for place, replies in enumerate(said) if place != number for reply in replies]
+        return lambda _: rng.choice(others)
 
     return {
         who: run_to_end(_play_all(world, tasks, player, at_once))
         for who, player in (("expert", expert), ("random", anything))
     }
+
+
+async def _openings(world: World, tasks: Sequence[Task]) -> dict[str, list[Message]]:
+    """The first messages of each task, by its id."""
+    found: dict[str, list[Message]] = {}
+    for task in tasks:
+        env = as_env(world.make_env(task, 0))
+        try:
+            found[task.id] = list(await env.start())
+        finally:
+            await env.close()
+    return found
 
 
 async def _play_all(
