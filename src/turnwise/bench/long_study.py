@@ -2,6 +2,7 @@
 
     python -m turnwise.bench.long_study methods --seeds 1 2 3 4 5 --jobs 12 --out runs/long_methods
     python -m turnwise.bench.long_study memory --seeds 1 2 3 4 5 --jobs 12 --out runs/long_memory
+    python -m turnwise.bench.long_study entropy --seeds 1 2 3 4 5 --jobs 12 --out runs/long_entropy
 
 A study has arms: options of a run, trained once for each seed. In `methods` all arms of a seed start from one warm-up
 on short attempts. It goes on in rounds, for all seeds alike, until the mean held-out success on long ones is at least
@@ -52,7 +53,7 @@ class Study:
     """What is trained, and what the trained policies play."""
 
     world: tuple[str, ...]
-    """The preset and options of every run."""
+    """The preset and options of every run; empty: every arm begins with a preset of its own."""
     arms: Mapping[str, tuple[str, ...]]
     tokens: int
     """Sampled tokens of every run."""
@@ -82,6 +83,7 @@ STUDIES: Mapping[str, Study] = {
             "grpo, whole attempts": ("method.credit=trajectory",),
             "gigpo": ("method=gigpo",),
             "ppo": (*PPO, "critic.pretrain_steps=0"),
+            "ppo, whitened": (*PPO, "critic.pretrain_steps=0", "method.whiten=true"),
             "ppo, pre-trained": (*PPO, "critic.pretrain_steps=4"),
         },
         tokens=120_000,
@@ -95,6 +97,16 @@ STUDIES: Mapping[str, Study] = {
             "window and summaries": ("memory.window=6",),
         },
         tokens=150_000,
+    ),
+    "entropy": Study(
+        world=(),
+        arms={
+            "guess_number": ("guess_number_tiny",),
+            "key_door": ("key_door", "model=tiny", "model.rank=32", "warmup.learning_rate=5e-3", "warmup.steps=100"),
+            "workflow, 24 cells": ("workflow", "env.options.level=3"),
+            "workflow, 60 cells": ("workflow",),
+        },
+        tokens=200_000,
     ),
 }
 
@@ -350,8 +362,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="OPTION", help="more options of every run")
     options = parser.parse_args(argv)
     study = STUDIES[options.study]
-    arms = {arm: study.arms[arm] for arm in options.arms or study.arms}
-    study = replace(study, world=(*study.world, *options.set), arms=arms, tokens=options.tokens or study.tokens)
+    world, more = (*study.world, *options.set) if study.world else (), () if study.world else options.set
+    arms = {arm: (*study.arms[arm], *more) for arm in options.arms or study.arms}
+    study = replace(study, world=world, arms=arms, tokens=options.tokens or study.tokens)
     run = StudyRun(options.study, study, options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")

@@ -36,5 +36,7 @@ def _attempt(job: Callable[[], Any]) -> tuple[Any, str]:
     """The job's value, or why it failed; some errors cannot travel between processes."""
     try:
         return job(), ""
+    except KeyboardInterrupt:  # the pool has ended, and the run was saved
+        return None, "stopped"
     except Exception as error:  # noqa: BLE001 - whatever it was, it is told
         return None, f"{type(error).__name__}: {error}"
