@@ -229,6 +229,11 @@ class EngineConfig(Section):
         "which is then computed again (`recompute`), or, of a datum that is longer than a pass, one part at a time "
         "(`split`; other passes recompute). `auto`: the first of them that fits (docs/scale.md).",
     )
+    capture_passes: bool = Field(
+        default=True,
+        description="Capture short passes of the trainer on a GPU as graphs when their shape comes again, so that they "
+        "do not wait for the host to launch them (docs/gpu.md).",
+    )
     self_test: bool = Field(
         default=True,
         description="After a model is loaded, compare 32 tokens with plain transformers in trainer, prefill and "

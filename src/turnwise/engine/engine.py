@@ -77,7 +77,12 @@ class Engine:
         self.memory = self._split_memory()
         """Memory that the sampler and the trainer may use beside the weights."""
         self.model.keep(KeptRoom(self.memory.training_bytes, config.activations, self.memory.limit.alone))
-        self.trainer = Trainer(self.model, self.memory.limit, share_prefixes=config.share_prefixes)
+        self.trainer = Trainer(
+            self.model,
+            self.memory.limit,
+            share_prefixes=config.share_prefixes,
+            captures=config.capture_passes,
+        )
         self.sampler = Sampler(self.model, config, self.memory, self.model_dir)
         self.trainer.routing = self.sampler.routing
         self._references: dict[str, Policy] = {}

@@ -19,7 +19,10 @@ from turnwise.engine.ops.interface import AttentionRule
 
 TILE = 64
 """Keys per inner step."""
-WARPS, STAGES = 4, 3
+WARPS = 4
+STAGES, WIDE_STAGES = 4, 3
+"""Tiles that are on their way at once; fewer where a head takes more than `WIDE_HEAD` bytes and memory is short."""
+WIDE_HEAD = 256
 TARGET_PROGRAMS = 264
 """Split contexts until about this many programs run: two for each multiprocessor of a large card."""
 MAX_SPLITS = 16
@@ -155,12 +158,13 @@ def _paged_decode(
         out = torch.empty(*shape, head_size, device=query.device, dtype=torch.float32)
         maxima = torch.empty(shape, device=query.device, dtype=torch.float32)
         sums = torch.empty_like(maxima)
+    stages = STAGES if head_size * query.itemsize <= WIDE_HEAD else WIDE_STAGES
     _decode_kernel[(rows, kv_heads, splits)](
         query, key_cache, value_cache, block_table, context_lens, query if sinks is None else sinks, out, maxima, sums,
         scale, softcap, window, block_table.stride(0), block_size, kv_heads, group,
         max(16, triton.next_power_of_2(group)), head_size, max(16, triton.next_power_of_2(head_size)), TILE, splits,
         "ieee" if query.dtype is torch.float32 else "tf32", window > 0, softcap > 0, sinks is not None,
-        num_warps=WARPS, num_stages=STAGES,
+        num_warps=WARPS, num_stages=stages,
     )  # fmt: skip
     if splits == 1:
         return out

@@ -115,14 +115,14 @@ ShareGradients = Callable[[_Share, Tensor, Tensor | None, Tensor], tuple[Tensor,
 class Trainer:
     """Runs jobs through the model; jobs of several trainables may share a pass."""
 
-    def __init__(self, model: CausalModel, limit: PassLimit, *, share_prefixes: bool) -> None:
+    def __init__(self, model: CausalModel, limit: PassLimit, *, share_prefixes: bool, captures: bool) -> None:
         self.model = model
         self.limit = limit
         self.min_shared = MIN_SHARED if share_prefixes else NO_SHARING
         self.routing: RoutingMemory | None = None
         """The sampler's choice of experts, where passes use it."""
-        self.graphs = PassGraphs(model) if PassGraphs.supports(model) else None
-        """Captured passes, where the device can capture them."""
+        self.graphs = PassGraphs(model) if captures and PassGraphs.supports(model) else None
+        """Captured passes, where the device can capture them and the config asks for it."""
 
     def read(
         self, job: TrainingJob, *, only_trained: bool, with_entropy: bool = False
