@@ -123,21 +123,23 @@ class PlayedDialogue:
 class RlStep:
     """One step of RL on an engine, and the seconds of its parts."""
 
-    def __init__(self, engine: Engine, args: argparse.Namespace) -> None:
+    def __init__(self, engine: Engine, args: argparse.Namespace, lora: LoraConfig | None = None) -> None:
         rng = np.random.default_rng(0)
         low = min(100, engine.vocab_size // 2)
         self._engine, self._args = engine, args
-        self.adapter = engine.create_adapter(LoraConfig(rank=args.rank, seed=0))
-        self._prompts = rng.integers(low, engine.vocab_size, (args.prompts, args.prompt_tokens)).tolist()
+        self.adapter = engine.create_adapter(lora or LoraConfig(rank=args.rank, seed=0))
+        self.prompts = rng.integers(low, engine.vocab_size, (args.prompts, args.prompt_tokens)).tolist()
         size = (args.turns, args.prompts * args.group_size, args.observed)
-        self._observed = rng.integers(low, engine.vocab_size, size).tolist()
+        self.observed = rng.integers(low, engine.vocab_size, size).tolist()
         self.seconds: dict[str, list[float]] = {"publish": [], "sample": [], "train": []}
+        self.played: list[PlayedDialogue] = []
+        """The dialogues of the last step."""
 
     def alternate(self) -> None:
         """Publish, sample, train."""
         policy = self._timed("publish", lambda: self._engine.publish(self.adapter))
-        played = self._timed("sample", lambda: self.play(policy))
-        self._timed("train", lambda: self.train(played))
+        self.played = self._timed("sample", lambda: self.play(policy))
+        self._timed("train", lambda: self.train(self.played))
 
     def medians(self, args: argparse.Namespace) -> dict[str, float]:
         """Median seconds of each part, without warm-ups."""
@@ -147,16 +149,16 @@ class RlStep:
     def play(self, policy: Policy) -> list[PlayedDialogue]:
         """Play every dialogue to its last turn. The first turn is sampled as one group per prompt."""
         args = self._args
-        dialogues = [PlayedDialogue(prompt) for prompt in self._prompts for _ in range(args.group_size)]
+        dialogues = [PlayedDialogue(prompt) for prompt in self.prompts for _ in range(args.group_size)]
         for turn in range(args.turns):
             replies: list[SampledSequence]
             if turn == 0:
-                owners = [policy] * len(self._prompts)
+                owners = [policy] * len(self.prompts)
                 replies = sample_sequences(
-                    self._engine, self._prompts, args.new_tokens, owners, num_samples=args.group_size
+                    self._engine, self.prompts, args.new_tokens, owners, num_samples=args.group_size
                 )
             else:
-                for dialogue, seen in zip(dialogues, self._observed[turn], strict=True):
+                for dialogue, seen in zip(dialogues, self.observed[turn], strict=True):
                     dialogue.add(seen, None)
                 owners = [policy] * len(dialogues)
                 replies = sample_sequences(self._engine, [d.ids for d in dialogues], args.new_tokens, owners)

@@ -1,4 +1,4 @@
-"""`turnwise bench NAME`: sample, tenants, train, tree, branch, both, agreement, rollout, sandbox, async, worlds ..."""
+"""`turnwise bench NAME`: sample, tenants, train, tree, branch, both, step, agreement, rollout, sandbox, async ..."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from turnwise.bench import (
     sandbox,
     service,
     simulation,
+    step,
     tenants,
     train,
     tree,
@@ -33,6 +34,7 @@ BENCHES = {
     "tree": tree,
     "branch": branch,
     "both": both,
+    "step": step,
     "agreement": agreement,
     "rollout": rollout,
     "sandbox": sandbox,

@@ -117,7 +117,7 @@ def split_memory(
     budget = config.kv_cache_gib * GIB or device.facts.kv_cache_bytes or left / 2
     groups = _kv_group_tokens(config, device, sizes, budget, context_length)
     kv_bytes = sum(n * sizes.kv_group_values(w) for n, w in zip(groups, sizes.kv_windows, strict=True))
-    kv_bytes *= device.dtype_bytes
+    kv_bytes *= device.activation_bytes
     training = int(left - kv_bytes) if device.facts.has_own_memory else int(left / 2)
     return MemorySplit(
         may_merge=may_merge,
@@ -146,7 +146,7 @@ def _kv_group_tokens(
         else min(most, config.max_num_seqs * (window + WINDOW_SLACK_BLOCKS * config.block_size) + reading)
         for window in windows
     ]
-    each = [sizes.kv_group_values(window) * device.dtype_bytes for window in windows]
+    each = [sizes.kv_group_values(window) * device.activation_bytes for window in windows]
     tokens, left, rest = most, budget, sum(each)
     for limit, cost in sorted(zip(limits, each, strict=True)):
         tokens = int(left // rest)
@@ -193,9 +193,9 @@ def recomputed_pass_bytes(
     sizes: ModelSizes, device: DeviceInfo, num_tokens: int, *, rank: int, train_unembed: bool
 ) -> int:
     """The same for a pass that keeps each layer's input only, and computes everything inside a layer twice."""
-    inputs = 2 * sizes.num_layers * sizes.hidden_size * device.dtype_bytes  # the stream and what is added to it
-    outside = STREAMS * sizes.hidden_size * device.dtype_bytes
-    in_layer = kept_bytes(sizes, device.dtype_bytes, rank, device.facts) + _in_layer_bytes(sizes, device)
+    inputs = 2 * sizes.num_layers * sizes.hidden_size * device.activation_bytes  # the stream and what is added to it
+    outside = STREAMS * sizes.hidden_size * device.activation_bytes
+    in_layer = kept_bytes(sizes, device.activation_bytes, rank, device.facts) + _in_layer_bytes(sizes, device)
     return num_tokens * (inputs + outside) + max(
         num_tokens * in_layer, _logits_bytes(sizes, device, num_tokens, train_unembed)
     )
@@ -205,18 +205,18 @@ def split_pass_bytes(
     sizes: ModelSizes, device: DeviceInfo, num_tokens: int, *, rank: int, train_unembed: bool, part_tokens: int
 ) -> int:
     """The same for one sequence in parts: what stays of all tokens, and a pass over one part."""
-    past = num_tokens * PassSizes(sizes, device.dtype_bytes, rank, device.facts).past
+    past = num_tokens * PassSizes(sizes, device.activation_bytes, rank, device.facts).past
     return past + training_pass_bytes(sizes, device, part_tokens, rank=rank, train_unembed=train_unembed)
 
 
 def _bytes_per_token(sizes: ModelSizes, device: DeviceInfo, rank: int) -> int:
     """Bytes per token: all layers, the tensors outside them, and the gradients inside one layer."""
-    kept = sizes.num_layers * kept_bytes(sizes, device.dtype_bytes, rank, device.facts)
-    return kept + STREAMS * sizes.hidden_size * device.dtype_bytes + _in_layer_bytes(sizes, device)
+    kept = sizes.num_layers * kept_bytes(sizes, device.activation_bytes, rank, device.facts)
+    return kept + STREAMS * sizes.hidden_size * device.activation_bytes + _in_layer_bytes(sizes, device)
 
 
 def _in_layer_bytes(sizes: ModelSizes, device: DeviceInfo) -> int:
-    each = FLOAT32_BYTES if device.facts.widens_gradients else device.dtype_bytes
+    each = FLOAT32_BYTES if device.facts.widens_gradients else device.activation_bytes
     # Every expert of a token has rows of its own: gathered inputs, gradients of outputs and of inputs.
     rows = 3 * sizes.experts.num_chosen * sizes.hidden_size if sizes.experts is not None else 0
     return (device.facts.wide_gradients * sizes.active_inner_size + rows) * each
@@ -224,7 +224,7 @@ def _in_layer_bytes(sizes: ModelSizes, device: DeviceInfo) -> int:
 
 def _logits_bytes(sizes: ModelSizes, device: DeviceInfo, num_rows: int, train_unembed: bool) -> int:
     """Bytes of a chunk's logits and the adapter's part of them, plus the rest of the chunk before."""
-    size, is_fused = device.dtype_bytes, device.facts.fuses_softmax
+    size, is_fused = device.activation_bytes, device.facts.fuses_softmax
     cast = size if size < FLOAT32_BYTES else 0
     own = size if is_fused else FLOAT32_BYTES + cast
     low_rank = FLOAT32_BYTES + cast if train_unembed else 0

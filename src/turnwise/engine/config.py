@@ -167,7 +167,8 @@ class EngineConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Type of the frozen weights and the activations; `auto` is float32 on a CPU and bfloat16 on a GPU. "
-        "Adapters, losses and optimizer state are always float32.",
+        "On a CPU with dot products of bfloat16, `bfloat16` is the type of the weights alone; on another CPU it means "
+        "float32 (docs/cpu.md). Adapters, losses and optimizer state are always float32.",
     )
     max_num_seqs: int = Field(
         default=256, ge=1, description="Most sequences to decode at the same time; the others wait."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.ops.facts import DeviceFacts, facts_of
+from turnwise.engine.ops.processor import DOT_FLAG, lacking_for_bfloat16
 from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class DeviceInfo:
     kind: str
     """`cpu` or `cuda`."""
     dtype: str
+    why: str = ""
+    """What a person should know about the dtype, where it is not plain."""
     free_bytes: int = 0
     """Bytes of the GPU's memory that this process may still take; 0 for a CPU."""
     total_bytes: int = 0
@@ -37,6 +40,24 @@ class DeviceInfo:
     @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of one number of the activations, and of the keys and values."""
+        return DTYPE_BYTES["float32"] if self.facts.has_wide_activations else self.dtype_bytes
+
+
+def choose_dtype(kind: str, wanted: str) -> tuple[str, str]:
+    """The dtype of the frozen weights for `engine.dtype=wanted`, and what a person should know about it.
+
+    On a CPU, bfloat16 needs the dot products of the processor; without them the weights are float32.
+    """
+    if kind != "cpu" or wanted != "bfloat16":
+        return facts_of(kind).default_dtype if wanted == "auto" else wanted, ""
+    lacking = lacking_for_bfloat16()
+    if lacking:
+        return "float32", f"float32 in place of bfloat16, because {lacking}"
+    return wanted, f"bfloat16 weights and dot products ({DOT_FLAG}); sums, activations, KV cache and LoRA in float32"
 
 
 def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
@@ -51,22 +72,34 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, torch.dtype]:
     device = torch.device(wanted)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={config.device!r}, but torch sees no CUDA GPU; use device='cpu'")
-    name = facts_of(device.type).default_dtype if config.dtype == "auto" else config.dtype
-    return device, getattr(torch, name)
+    return device, getattr(torch, dtype_in_use(device.type, config.dtype)[0])
+
+
+def dtype_in_use(kind: str, wanted: str) -> tuple[str, str]:
+    """`choose_dtype` after a look at the kernels, which it builds: a compiler may not know the instructions."""
+    name, why = choose_dtype(kind, wanted)
+    if kind == "cpu" and name == "bfloat16":
+        from turnwise.engine.ops import cpu
+
+        kernels = cpu.load()
+        if kernels is None or not kernels.has_pair_dots:
+            return "float32", "float32 in place of bfloat16, because the compiler cannot build its kernels"
+    return name, why
 
 
 def find_device(config: EngineConfig) -> DeviceInfo:
     """Where an engine with this config would run; loads torch unless the config says it all."""
     if config.device == "cpu":
-        return DeviceInfo(kind="cpu", dtype=facts_of("cpu").default_dtype if config.dtype == "auto" else config.dtype)
+        name, why = choose_dtype("cpu", config.dtype)
+        return DeviceInfo(kind="cpu", dtype=name, why=why)
     import torch
 
-    device, dtype = choose_device(config)
+    device, _ = choose_device(config)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
     if device.type == "cuda":
         free, total = own_share(free, total, torch.cuda.memory_reserved(device))
-    name = str(dtype).removeprefix("torch.")
-    return DeviceInfo(kind=device.type, dtype=name, free_bytes=free, total_bytes=total)
+    name, why = choose_dtype(device.type, config.dtype)
+    return DeviceInfo(kind=device.type, dtype=name, why=why, free_bytes=free, total_bytes=total)
 
 
 def device_name(device: torch.device) -> str:

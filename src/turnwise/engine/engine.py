@@ -16,7 +16,7 @@ import torch
 
 from turnwise.engine.budget import MemorySplit, gathered_bytes, split_memory
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import choose_device, find_device
+from turnwise.engine.device_info import choose_device, dtype_in_use, find_device
 from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
 from turnwise.engine.model.full import FullPolicy, ModelWeights
 from turnwise.engine.model.kept import KeptRoom
@@ -57,6 +57,8 @@ class Engine:
         self.model_dir = Path(model_dir)
         self.config = config
         self.device, self.dtype = choose_device(config)
+        if why := dtype_in_use(self.device.type, config.dtype)[1]:
+            log.log(logging.WARNING if self.dtype is torch.float32 else logging.INFO, "%s: %s", name, why)
         for_device(self.device).prepare_process()
         spare_imports_from_collection()
         keep_freed_memory()
@@ -110,6 +112,11 @@ class Engine:
             raise ConfigError(
                 "this engine was loaded without memory for training all weights; load it with "
                 "EngineConfig(full_weights=True), as a run with model.train=full does"
+            )
+        if self.model.fused is None and self.model.activation_dtype is not self.dtype:
+            raise ConfigError(
+                f"training all weights of {self.arch} runs transformers' layers, which cannot mix bfloat16 weights "
+                "with the float32 activations of a CPU; use engine.dtype=float32"
             )
         if self.model.shards is not None and self.exchange is not None:
             return ShardedFullWeights(self.model.shards, self.exchange, number)
@@ -221,7 +228,7 @@ class Engine:
 
     def publish(self, adapter: Trainable) -> Policy:
         """Make a frozen copy of the adapter for sampling, with its own version."""
-        policy = adapter.publish(self.dtype)
+        policy = adapter.publish(self.model.activation_dtype)
         self.sampler.get_ready(policy)
         return policy
 
@@ -256,7 +263,7 @@ class Engine:
         lora = adapter_files.read_lora_config(directory)
         shapes = target_shapes(self.model.shapes, lora)
         flat = adapter_files.read_flat(directory, shapes, lora).to(self.device)
-        return Policy(lora, shapes, flat, self.dtype)
+        return Policy(lora, shapes, flat, self.model.activation_dtype)
 
     def wait(self) -> None:
         """Wait until the device has finished all launched work."""

@@ -204,7 +204,7 @@ def _longest_pass(
     """
     model = config.model
     rank, train_unembed = (0, False) if model.train == "full" else (model.rank, model.train_unembed)
-    one = PassSizes(facts, device.dtype_bytes, rank, device.facts)
+    one = PassSizes(facts, device.activation_bytes, rank, device.facts)
     room = KeptRoom(split.training_bytes, engine.activations, split.limit.alone)
     is_ours, shared = is_fused(facts), min(num_tokens, split.limit.sharing)
     can_split = is_ours and not config.cluster.shard and not model.routing_replay
@@ -247,7 +247,7 @@ def _adapter_bytes(config: Config, device: DeviceInfo, facts: ModelFacts) -> int
         own = facts.num_parameters // (config.cluster.learners if config.cluster.shard else 1)
         total = full_weights_bytes(own, device) + own * before
     else:
-        cast = device.dtype_bytes if device.dtype_bytes < FLOAT32_BYTES else 0
+        cast = device.activation_bytes if device.activation_bytes < FLOAT32_BYTES else 0
         total = facts.num_adapter_parameters(model) * (FLOAT32_BYTES * ADAPTER_COPIES + 2 * cast)
     if config.method.needs_critic:
         without_head = model.model_copy(update={"train_unembed": False, "rank": config.critic.rank or model.rank})

@@ -176,7 +176,7 @@ def plan_lines(config: Config, facts: ModelFacts, plan: Plan, limits: RolloutLim
         "memory": "the server's" if plan.memory is None else plan.memory.line(),
         **({"memory": f"that of the service at {model.base_url}"} if model.base_url else {}),
         **_learners(config),
-        **_threads(config, plan),
+        **_cpu(config, plan),
         "run": directory,
     }
     notes = [("note", note) for note in _notes(config, plan)]
@@ -284,13 +284,14 @@ def _learners(config: Config) -> dict[str, str]:
     return found
 
 
-def _threads(config: Config, plan: Plan) -> dict[str, str]:
-    """The line about the CPU's threads, where the model runs on one in this process."""
+def _cpu(config: Config, plan: Plan) -> dict[str, str]:
+    """The lines about the CPU's threads and the type of its weights, where the model runs on one in this process."""
     if plan.memory is None or plan.memory.device.kind != "cpu":
         return {}
     threads, learners = find_threads(), config.cluster.learners
     each = f" ({max(1, threads.count // learners)} in each learner)" if learners > 1 else ""
-    return {"threads": f"{threads.count}{each}: {threads.why}"}
+    why = plan.memory.device.why
+    return {**({"dtype": why} if why else {}), "threads": f"{threads.count}{each}: {threads.why}"}
 
 
 def _critic(config: Config) -> dict[str, str]:

@@ -149,13 +149,16 @@ def test_weights_their_merged_copy_adapter_and_cache_are_counted_as_they_lie_in_
         engine.sampler.step()
     config = load_config("guess_number", ["model=tiny", "model.rank=4"])
     estimated = _estimate(config, tiny_dir, settings, find_device(settings))
-    assert estimated.weights == _num_bytes([*engine.model.body.parameters(), engine.model.head.weight])
+    weights = [*engine.model.body.parameters(), engine.model.head.weight]
+    # Beside bfloat16 matrices the norms are float32, which is too little for the plan to count.
+    uncounted = sum(one.nbytes - one.numel() * engine.dtype.itemsize for one in weights)
+    assert estimated.weights == _num_bytes(weights) - uncounted
+    assert uncounted < 0.003 * estimated.weights
     assert estimated.merged == _num_bytes(list(engine.sampler.weights.merged.values()))
     layers = [engine.sampler.cache.layer(index) for index in range(2)]
     assert estimated.kv_cache == _num_bytes([side for layer in layers for side in layer])
     state = [adapter.flat, adapter.grad, adapter.exp_avg, adapter.exp_avg_sq, adapter.grad.clone(), policy.flat]
-    casts = [] if dtype == "float32" else [adapter.flat.to(engine.dtype), next(iter(policy.pairs.values()))[0]]
-    assert estimated.adapter == _num_bytes([*state, *casts])
+    assert estimated.adapter == _num_bytes(state)
 
 
 def test_a_critic_comes_with_an_adapter_of_its_own(tiny_dir: Path) -> None:

@@ -29,7 +29,7 @@ from turnwise.engine.model.expert_layers import TokenRouter
 from turnwise.engine.model.few_rows import has_plain_blocks, is_plain_step, run_few_rows
 from turnwise.engine.model.fused_parts import is_fused
 from turnwise.engine.model.gated_mlp import GatedMlp, Mlp, MlpPass, Scratch
-from turnwise.engine.model.kept import KeptRoom, PassSizes
+from turnwise.engine.model.kept import FLOAT32_BYTES, KeptRoom, PassSizes
 from turnwise.engine.model.kept_block import BlockInput, KeptBlock
 from turnwise.engine.model.lora import LinearGroup, Route
 from turnwise.engine.model.lora_products import (
@@ -211,7 +211,7 @@ class FusedBody:
         if rows is not None and not 0 < len(rows) <= MOST_ROWS * len(input_ids):
             return self.hidden(input_ids, position_ids, plan, route)[rows]
         weights, grads = self._weights_of(route)
-        embedded = nn.functional.embedding(input_ids, weights.embedding)
+        embedded = self._embed(input_ids, weights)
         spans = read_spans(route, embedded.dtype)
         wanted = None if rows is None else _WantedRows(rows, spans_of_rows(spans, rows, len(input_ids)))
         rotation = Rotation(*self._angles, position_ids)
@@ -239,18 +239,23 @@ class FusedBody:
         """Whether a pass of this route has something to train in the blocks, and keeps all that its backward reads."""
         trained = {name for span in route.spans for name in span.weights.grad_pairs or ()}
         rank = max((span.weights.lora.rank for span in route.spans), default=0)
-        one = PassSizes(self.sizes, self.base.embedding.itemsize, rank, self.ops.facts)
+        itemsize = FLOAT32_BYTES if self.ops.facts.has_wide_activations else self.base.embedding.itemsize
+        one = PassSizes(self.sizes, itemsize, rank, self.ops.facts)
         is_trained = any(name in trained for names in self._block_names for name in names)
         return is_trained and self.room.choose(one, num_tokens, can_split=True).is_whole
 
     def start(self, input_ids: Tensor, position_ids: Tensor, plan: TreePlan, route: Route) -> tuple[Tensor, KeptPass]:
         """Last hidden states [N, H], and what `run_backward` reads; autograd sees nothing of it (`keeps_all`)."""
         weights, grads = self._weights_of(route)
-        embedded = nn.functional.embedding(input_ids, weights.embedding)
+        embedded = self._embed(input_ids, weights)
         spans = read_spans(route, embedded.dtype)
         work = _StackPass(Rotation(*self._angles, position_ids), plan, route, spans, None, weights, grads)
         kept = KeptPass(work, self._first_trained(spans) or 0, keeps_all=True, input_ids=input_ids)
         return self.run(embedded, work, kept), kept
+
+    def _embed(self, input_ids: Tensor, weights: BodyWeights) -> Tensor:
+        embedded = nn.functional.embedding(input_ids, weights.embedding)
+        return embedded.float() if self.ops.facts.has_wide_activations else embedded
 
     def _weights_of(self, route: Route) -> tuple[BodyWeights, BodyWeights | None]:
         """The weights that a pass reads, and where the gradients of all of them go."""
@@ -379,7 +384,7 @@ class FusedBody:
         found: list[Tensor] = []
         for part in whole.parts:
             work, input_ids = self._work_of(part, whole)
-            embedded = nn.functional.embedding(input_ids, work.weights.embedding)
+            embedded = self._embed(input_ids, work.weights)
             found.append(self.run(embedded, replace(work, scratch=None))[part.rows])
         return torch.cat(found)
 
@@ -387,7 +392,7 @@ class FusedBody:
         """Run every part again, the last one first, and add its gradients."""
         for part in reversed(whole.parts):
             work, input_ids = self._work_of(part, whole)
-            embedded = nn.functional.embedding(input_ids, work.weights.embedding)
+            embedded = self._embed(input_ids, work.weights)
             kept = KeptPass(work, whole.first, keeps_all=True, input_ids=input_ids)
             self.run(embedded, work, kept)
             self.run_backward(_spread(dx[part.places], part.rows, len(input_ids)), kept)

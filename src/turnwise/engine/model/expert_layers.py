@@ -99,6 +99,10 @@ class ExpertLayer:
             gate=self._gate,
         )
 
+    def own_tensors(self) -> tuple[Tensor, Tensor]:
+        """The module's own parameters of all experts."""
+        return self._module.gate_up_proj, self._module.down_proj
+
     def matrices(self) -> dict[str, Tensor]:
         """[E, O, I] of the base, by the names that adapters use."""
         weights = self.weights()

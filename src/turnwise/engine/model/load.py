@@ -20,6 +20,7 @@ from turnwise.engine.model.fused_parts import check_split
 from turnwise.engine.model.kept import PLAIN_STRETCH, KeptRoom, PassSizes
 from turnwise.engine.model.logits import finish_logits
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
+from turnwise.engine.model.mixed import hold_mixed
 from turnwise.engine.model.recomputed_layers import RecomputedLayers
 from turnwise.engine.model.reference import END_LENGTH, Place, Reference, run_plainly
 from turnwise.engine.model.rotation import fix_rotation
@@ -73,6 +74,8 @@ class CausalModel:
         self.arch = type(model).__name__
         self.device, self.dtype = device, dtype
         self.ops = for_device(device)
+        self.activation_dtype = torch.float32 if self.ops.facts.has_wide_activations else dtype
+        """Of activations, keys and values, and adapters in use."""
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), host)
         self.max_context_length = context_length(config.to_dict(), wanted_context)
@@ -87,6 +90,8 @@ class CausalModel:
             fix_rotation(model.base_model, lengths, device)
         self.linears = _wrap_linears(model, self.holder)
         self.experts = _wrap_experts(model, self.holder, describe_experts(config.to_dict()), self.linears)
+        if self.activation_dtype is not dtype:
+            hold_mixed(model, self.linears, self.experts)
         self.shapes = _adaptable_shapes(self.linears, self.experts)
         """Every matrix that can carry an adapter, by its dotted name."""
         head = model.get_output_embeddings()
@@ -199,7 +204,7 @@ class CausalModel:
     def _keeps_all(self, num_tokens: int, route: Route) -> bool:
         """Whether transformers' layers have room for all that they keep, which is more than what ours do."""
         rank = max((span.weights.lora.rank for span in route.spans if span.weights.pairs), default=0)
-        one = PassSizes(self.sizes, self.dtype.itemsize, rank, self.ops.facts)
+        one = PassSizes(self.sizes, self.activation_dtype.itemsize, rank, self.ops.facts)
         return self._room.choose(one, int(num_tokens * PLAIN_STRETCH), can_split=False).keeps_all
 
     def logits(self, hidden: Tensor, route: Route) -> Tensor:

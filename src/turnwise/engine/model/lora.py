@@ -217,7 +217,7 @@ class LoraLinear(nn.Module):
             route.bank.add(self.name, x_NI, y)
             return y
         spans = [span for span in route.spans if self.name in span.weights.pairs]
-        if torch.is_grad_enabled() and spans:
+        if torch.is_grad_enabled() and (spans or self.weight.dtype is not x_NI.dtype):
             bounds = tuple((span.start, span.stop, span.weights.scale) for span in spans)
             pairs = [tensor for span in spans for tensor in span.weights.pairs[self.name]]
             return _LoraMatmul.apply(x_NI, self.weight, self.bias, bounds, *pairs)
@@ -288,7 +288,9 @@ class _LoraMatmul(torch.autograd.Function):
         x_NI, weight, *rest = ctx.saved_tensors
         num_spans = len(ctx.bounds)
         lows, pairs = rest[:num_spans], rest[num_spans:]
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ weight if weight.dtype is dy.dtype else for_device(dy.device).products.multiply(dy, weight)
         grads = []
         for (start, stop, scale), low, a, b in zip(ctx.bounds, lows, pairs[::2], pairs[1::2], strict=True):
             dy_span = dy[start:stop]
@@ -325,7 +327,12 @@ def merge_into(
         base = matrices[name]
         if name not in target:
             target[name] = torch.empty_like(base, requires_grad=False)
-        if a.dim() == 3:
-            torch.baddbmm(base, b, a, alpha=policy.expert_scale, out=target[name])
+        scale = policy.expert_scale if a.dim() == 3 else policy.scale
+        if base.dtype is not a.dtype:  # the sum is rounded once
+            each = zip(target[name], base, b, a, strict=True) if a.dim() == 3 else [(target[name], base, b, a)]
+            for merged, own, own_b, own_a in each:
+                merged.copy_(torch.addmm(own.float(), own_b.float(), own_a.float(), alpha=scale))
+        elif a.dim() == 3:
+            torch.baddbmm(base, b, a, alpha=scale, out=target[name])
         else:
-            torch.addmm(base, b.to(base.dtype), a.to(base.dtype), alpha=policy.scale, out=target[name])
+            torch.addmm(base, b, a, alpha=scale, out=target[name])

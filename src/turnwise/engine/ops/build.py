@@ -13,8 +13,6 @@ import hashlib
 import logging
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -22,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch  # noqa: F401 - torch's OpenMP runtime must be loaded before the library asks for one
+
+from turnwise.engine.ops.processor import find_compiler
 
 _log = logging.getLogger(__name__)
 
@@ -66,16 +66,6 @@ def open_library() -> ctypes.CDLL | None:
         except OSError as error:  # the disk is full, or the library lacks a symbol
             why = str(error)
     _log.warning("%s cannot build the CPU kernels (%s): the slower torch path is used", compiler[0], why)
-    return None
-
-
-def find_compiler() -> list[str] | None:
-    """The compiler as a command; `$CC` may carry flags ("ccache gcc") and, when set, is the only candidate."""
-    candidates = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    for candidate in candidates:
-        command = shlex.split(candidate)
-        if command and shutil.which(command[0]):
-            return command
     return None
 
 

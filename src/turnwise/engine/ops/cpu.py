@@ -1,4 +1,4 @@
-"""The CPU kernels of `cpu.c`, called on torch tensors; None where `build.py` cannot build them.
+"""The CPU kernels of `cpu.c` and `cpu_linear.c`, called on torch tensors; None where `build.py` cannot build them.
 
 Axes: B rows of the batch; N outputs and K inputs of a layer; Hq query and Hkv KV heads of size D; V vocabulary.
 """
@@ -14,7 +14,7 @@ from turnwise.engine.ops import build, waiting
 from turnwise.engine.ops.interface import AttentionRule
 from turnwise.errors import DataError
 
-_SCRATCH_COLUMNS = 160  # BLOCK_COLS + 32 in cpu.c
+_SCRATCH_COLUMNS = 160  # BLOCK_COLS + 32 in cpu_linear.c
 _MAX_HEADS = 1024  # the same in cpu.c
 
 
@@ -26,9 +26,13 @@ class CpuKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, int64, int32, float32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-        self._linear = library.tw_linear
-        self._linear.argtypes = [pointer, int64, int64, pointer, int64, *[pointer] * 3, int32]
-        self._linear.restype = None
+        self._linear, self._linear_pairs = library.tw_linear, library.tw_linear_pairs
+        for function in (self._linear, self._linear_pairs):
+            function.argtypes = [pointer, int64, int64, pointer, int64, *[pointer] * 3, int32]
+            function.restype = None
+        library.tw_has_pair_dots.restype = int32
+        self.has_pair_dots = bool(library.tw_has_pair_dots())
+        """Whether products with bfloat16 weights use the processor's own dot products; else they are emulated."""
         self._paged_decode = library.tw_paged_decode
         rule = float32, float32, int64, pointer
         self._paged_decode.argtypes = [*[pointer, int64] * 3, *[pointer] * 3, *[int64] * 7, *rule, int32]
@@ -46,19 +50,26 @@ class CpuKernels:
         return self._count_threads(torch.get_num_threads())
 
     def linear_small(self, weight: Tensor, x: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """x [B, K] times weight [N, K] transposed, plus bias [N]; meant for B up to about 128."""
+        """x [B, K] times weight [N, K] transposed, plus bias [N]; meant for B up to about 128.
+
+        A weight may be bfloat16, if K is even: then x is rounded to bfloat16, and the products are summed in float32.
+        """
         rows, inputs = x.shape
         outputs = weight.shape[0]
         if out is None:
             out = x.new_empty(rows, outputs)
-        _check("weight", weight, (outputs, inputs))
+        is_paired = weight.dtype is torch.bfloat16
+        _check("weight", weight, (outputs, inputs), torch.bfloat16 if is_paired else torch.float32)
+        if is_paired and inputs % 2:
+            raise DataError(f"a bfloat16 weight of {outputs} x {inputs}: expected an even number of inputs")
         _check("x", x, (rows, inputs))
         _check("out", out, (rows, outputs))
         bias_pointer = None
         if bias is not None:
             _check("bias", bias, (outputs,))
             bias_pointer = bias.data_ptr()
-        self._linear(
+        function = self._linear_pairs if is_paired else self._linear
+        function(
             x.data_ptr(), rows, inputs, weight.data_ptr(), outputs, bias_pointer, out.data_ptr(),
             self._linear_scratch(inputs), waiting.num_threads(),
         )  # fmt: skip

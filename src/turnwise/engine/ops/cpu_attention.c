@@ -14,8 +14,8 @@ enum {
     QUERY_BLOCK = 48, /* rows whose key and value gradients are summed at once */
     MAX_D = 256,
 };
-DEFINE_TILES(row_tile, step, 1)
-DEFINE_TILES(col_tile, 1, step)
+DEFINE_TILES(row_tile, step, 1, 0)
+DEFINE_TILES(col_tile, 1, step, 0)
 
 /* [batch, heads, tokens, D] floats, or [batch, heads, tokens]. */
 typedef struct {
@@ -60,7 +60,7 @@ INLINE void times_panels(Tile *choose(int64_t, int64_t), int64_t rows, const flo
                          int64_t stride, int is_added) {
     for (int64_t start = 0, width; start < cols; start += width) {
         width = panel_width(all_cols - start);
-        Strip strip = {a, SCORE_STRIDE, depth};
+        Strip strip = {a, SCORE_STRIDE, depth, 0};
         choose(rows, width)(&strip, 1, panels + start * packed, alpha, to + start, stride, is_added);
     }
 }
@@ -311,8 +311,8 @@ static void backward_rows(const Attention *at, const Workspace *w, int64_t b, in
                 Tile *tile = col_tile(few, width);
                 int64_t panel = start * rows + first * width, to = (k + key) * room + start;
                 int64_t from = first * SCORE_STRIDE + key;
-                Strip probs = {w->probs + from, SCORE_STRIDE, rows - first};
-                Strip grads = {w->grads + from, SCORE_STRIDE, rows - first};
+                Strip probs = {w->probs + from, SCORE_STRIDE, rows - first, 0};
+                Strip grads = {w->grads + from, SCORE_STRIDE, rows - first, 0};
                 tile(&probs, 1, w->grad_panels + panel, 1, grad_values + to, room, 1);
                 tile(&grads, 1, w->query_panels + panel, 1, grad_keys + to, room, 1);
             }

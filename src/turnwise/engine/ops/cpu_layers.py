@@ -56,6 +56,7 @@ def add_norm(
     h: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, room: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h + delta, its RMS norm times `weight`, written to `room` if it fits, and 1 / rms [N]."""
+    weight = weight.float()
     if not _is_read(h, delta, weight):
         return torch_layers.add_norm(h, delta, weight, eps)
     rows, size = h.shape
@@ -72,6 +73,7 @@ def add_norm(
 
 def norm_backward(dx: Tensor, h: Tensor, rstd: Tensor, weight: Tensor, dh: Tensor | None) -> Tensor:
     """Gradient of `add_norm` for its sum, added to `dh` in place."""
+    weight = weight.float()
     if not _is_read(dx, h, rstd, weight, dh):
         return torch_layers.norm_backward(dx, h, rstd, weight, dh)
     rows, size = h.shape

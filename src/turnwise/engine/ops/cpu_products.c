@@ -1,9 +1,12 @@
-/* Matrix products of training, float32, on the CPU: many rows, weights that do not change, and low-rank parts.
+/* Matrix products of training on the CPU: many rows, weights that do not change, and low-rank parts.
  *
  * c[M,N] = a[M,K] b[K,N] in blocks: a block of b is packed into panels that stay in L2, and a register tile of MR rows
  * of `a` by one panel runs over the block's depth. Any of the three may be transposed: b is turned as it is packed, c
  * as it is written, and rows of `a` that cannot be read where they lie are copied to L1. A low-rank part adds its rank
  * to the depth: its two sides lie behind `a` and b as if they were longer, so c is written once.
+ *
+ * Everything is float32 but for a b of bfloat16. Then `a` is rounded to bfloat16 as it is copied, and two neighbours of
+ * the depth are one unit, a pair (cpu_vectors.h): the depth of `a` and b counts pairs, that of the low-rank part floats.
  */
 #include "cpu_tiles.h"
 #if defined(_OPENMP)
@@ -17,7 +20,8 @@ enum {
     ONE_SET = 1024, /* floats: rows a multiple of this apart, 4 KiB, fall into one L1 set */
     ROW_STRIDE = MAX_DEPTH + 16, /* of the copied rows: no such multiple */
 };
-DEFINE_TILES(choose_tile, step, 1)
+DEFINE_TILES(choose_tile, step, 1, 0)
+DEFINE_TILES(choose_pair_tile, step, 1, 1)
 
 /* c = alpha (a b + scale low_a low_b), or added to c; `low_K` is 0 where there is no low-rank part. */
 typedef struct {
@@ -26,6 +30,8 @@ typedef struct {
     float alpha, scale;
     int is_added, is_streamed;
     int is_in_place; /* tiles read rows of `a` and low_a where they lie */
+    int is_paired; /* b is bfloat16; K counts pairs */
+    int64_t depth; /* of `a` and b in numbers */
 } Product;
 
 INLINE void copy_part(const Matrix *a, int64_t row, int64_t rows, int64_t start, int64_t depth, float *to) {
@@ -38,6 +44,13 @@ INLINE void copy_part(const Matrix *a, int64_t row, int64_t rows, int64_t start,
         for (int64_t r = 0; r < rows; r++) to[r * ROW_STRIDE + k] = from[r * a->row + k * a->col];
 }
 
+/* Rows of `a`, dense, as pairs [start, start + depth). */
+INLINE void round_part(const Product *p, int64_t row, int64_t rows, int64_t start, int64_t depth, float *to) {
+    int64_t count = min_of(2 * depth, p->depth - 2 * start);
+    for (int64_t r = 0; r < rows; r++)
+        round_pairs(p->a.data + (row + r) * p->a.row + 2 * start, count, to + r * ROW_STRIDE);
+}
+
 /* How much of [start, start + depth) lies in `a` and b, before the low-rank part. */
 INLINE int64_t own_depth(const Product *p, int64_t start, int64_t depth) {
     return start < p->K ? min_of(depth, p->K - start) : 0;
@@ -47,22 +60,64 @@ INLINE int64_t own_depth(const Product *p, int64_t start, int64_t depth) {
 static int lay_strips(const Product *p, int64_t row, int64_t rows, int64_t start, int64_t depth, float *copied,
                       Strip *strips) {
     int64_t own = own_depth(p, start, depth), low = start + own - p->K;
+    if (p->is_paired) {
+        round_part(p, row, rows, start, own, copied);
+        if (own < depth) copy_part(&p->low_a, row, rows, low, depth - own, copied + own);
+        strips[0] = (Strip){copied, ROW_STRIDE, own, 1};
+        strips[1] = (Strip){copied + own, ROW_STRIDE, depth - own, 0};
+        return own < depth ? 2 : 1;
+    }
     if (!p->is_in_place || rows % ROW_STEP != 0) {
         copy_part(&p->a, row, rows, start, own, copied);
         if (own < depth) copy_part(&p->low_a, row, rows, low, depth - own, copied + own);
-        strips[0] = (Strip){copied, ROW_STRIDE, depth};
+        strips[0] = (Strip){copied, ROW_STRIDE, depth, 0};
         return 1;
     }
-    strips[0] = (Strip){p->a.data + row * p->a.row + start, p->a.row, own};
+    strips[0] = (Strip){p->a.data + row * p->a.row + start, p->a.row, own, 0};
     if (own == depth) return 1;
-    strips[1] = (Strip){p->low_a.data + row * p->low_a.row + low, p->low_a.row, depth - own};
+    strips[1] = (Strip){p->low_a.data + row * p->low_a.row + low, p->low_a.row, depth - own, 0};
     return 2;
+}
+
+/* Rows 2 k and 2 k + 1 of a bfloat16 b that is dense in its rows, `cols` columns from `col` on, become row k of the
+ * panels, for k in [start, start + rows). A row behind the last is 0. */
+static void pack_row_pairs(const Product *p, int64_t start, int64_t rows, int64_t depth, int64_t col, int64_t cols,
+                           float *panels) {
+    typedef uint16_t halves __attribute__((vector_size(sizeof(vec) / 2), aligned(2), may_alias));
+    for (int64_t at = 0, width; at < cols; at += width) {
+        width = panel_width(cols - at);
+        for (int64_t k = 0; k < rows; k++) {
+            const uint16_t *first = (const uint16_t *)p->b.data + 2 * (start + k) * p->b.row + col + at;
+            int is_last = 2 * (start + k) + 1 == p->depth;
+            const uint16_t *second = first + (is_last ? 0 : p->b.row);
+            float *to = panels + at * depth + k * width;
+            if (at + width > cols) {
+                for (int64_t j = 0; j < width; j++) {
+                    uint32_t pair = at + j >= cols ? 0 : first[j] | (is_last ? 0 : (uint32_t)second[j] << 16);
+                    memcpy(to + j, &pair, sizeof(pair));
+                }
+                continue;
+            }
+            for (int64_t j = 0; j < width; j += LANES) {
+                bits low = __builtin_convertvector(*(const halves *)(first + j), bits);
+                bits high = __builtin_convertvector(*(const halves *)(second + j), bits);
+                store(to + j, (vec)(is_last ? low : low | high << 16u));
+            }
+        }
+    }
 }
 
 static void pack_block(const Product *p, int64_t start, int64_t depth, int64_t col, int64_t cols, float *panels) {
     int64_t own = own_depth(p, start, depth), low = start + own - p->K;
     Matrix b = {p->b.data + start * p->b.row + col * p->b.col, p->b.row, p->b.col};
-    pack_part(&b, 0, own, depth, cols, panels);
+    if (p->is_paired && p->b.col == 1) {
+        pack_row_pairs(p, start, own, depth, col, cols, panels);
+    } else if (p->is_paired) { /* neighbours of the depth are neighbours in memory: a matrix of pairs */
+        b = (Matrix){p->b.data + start + col * p->b.col / 2, 1, p->b.col / 2};
+        pack_part(&b, 0, own, depth, cols, panels);
+    } else {
+        pack_part(&b, 0, own, depth, cols, panels);
+    }
     if (own == depth) return;
     Matrix more = {p->low_b.data + low * p->low_b.row + col * p->low_b.col, p->low_b.row, p->low_b.col};
     pack_part(&more, own, depth - own, depth, cols, panels);
@@ -76,9 +131,11 @@ static void pack_block(const Product *p, int64_t start, int64_t depth, int64_t c
 }
 
 /* Ask for rows of `a` that are needed next, a share at a time: `turn` of `turns`. */
-INLINE void fetch_share(const Matrix *a, int64_t row, int64_t rows, int64_t start, int64_t depth, int64_t turn,
+INLINE void fetch_share(const Product *p, int64_t row, int64_t rows, int64_t start, int64_t depth, int64_t turn,
                         int64_t turns) {
+    const Matrix *a = &p->a;
     if (a->col != 1) return;
+    if (p->is_paired) start *= 2, depth *= 2;
     for (int64_t r = rows * turn / turns; r < rows * (turn + 1) / turns; r++)
         for (int64_t k = 0; k < depth; k += 16) __builtin_prefetch(a->data + (row + r) * a->row + start + k, 0, 2);
 }
@@ -90,11 +147,11 @@ static void multiply_rows(const Product *p, int64_t row, int64_t rows, int64_t c
     float corner[MR * NR];
     for (int64_t start = 0, width; start < cols; start += width) {
         width = panel_width(cols - start);
-        Tile *tile = choose_tile(rows, width);
+        Tile *tile = p->is_paired ? choose_pair_tile(rows, width) : choose_tile(rows, width);
         const float *panel = panels + start * depth;
         float *to = p->c.data + row * p->c.row + (col + start) * p->c.col;
         int64_t real = min_of(width, cols - start);
-        fetch_share(&p->a, row + rows, after, first, own_depth(p, first, depth), start / NR, (cols + NR - 1) / NR);
+        fetch_share(p, row + rows, after, first, own_depth(p, first, depth), start / NR, (cols + NR - 1) / NR);
         if (real == width && rows % ROW_STEP == 0 && p->c.col == 1) {
             tile(strips, num, panel, p->alpha, to, p->c.row, how);
             continue;
@@ -132,18 +189,8 @@ static int can_stream(const Matrix *c, int64_t size) {
     return size >= MIN_STREAMED && c->col == 1 && c->row % LANES == 0 && (uintptr_t)c->data % sizeof(vec) == 0;
 }
 
-/* c = alpha (a b + scale low_a low_b), or added to c. `strides` are (row, column) in floats of a, b, c, low_a and
- * low_b, `sizes` M, N, K and low_K. Scratch holds MAX_DEPTH * (MAX_COLS + NR) floats for each thread. M, N and
- * K + low_K are not 0. */
-void tw_product(float *const *data, const int64_t *strides, const int64_t *sizes, float alpha, float scale,
-                int is_added, float *scratch, int threads) {
-    Matrix sides[5];
-    for (int i = 0; i < 5; i++) sides[i] = (Matrix){data[i], strides[2 * i], strides[2 * i + 1]};
-    int64_t M = sizes[0], N = sizes[1];
-    const Product p = {.a = sides[0], .b = sides[1], .c = sides[2], .low_a = sides[3], .low_b = sides[4], .K = sizes[2],
-                       .low_K = sizes[3], .alpha = alpha, .scale = scale, .is_added = is_added,
-                       .is_in_place = sides[0].col == 1 && sides[3].col == 1 && sides[0].row % ONE_SET != 0,
-                       .is_streamed = can_stream(&sides[2], M * N)};
+/* `p` with blocks of rows and columns shared out. Scratch holds MAX_DEPTH * (MAX_COLS + NR) floats for each thread. */
+static void multiply_all(const Product p, int64_t M, int64_t N, float *scratch, int threads) {
     if (M * N * (p.K + p.low_K) < (int64_t)SERIAL_FLOATS * 32) threads = 1;
     int64_t col_tasks = (N + MAX_COLS - 1) / MAX_COLS;
     int64_t cols = (N + col_tasks * NR - 1) / (col_tasks * NR) * NR;
@@ -167,4 +214,20 @@ void tw_product(float *const *data, const int64_t *strides, const int64_t *sizes
             finish_stores();
         }
     }
+}
+
+/* c = alpha (a b + scale low_a low_b), or added to c. `strides` are (row, column) in numbers of a, b, c, low_a and
+ * low_b, `sizes` M, N, K and low_K. M, N and K + low_K are not 0. With `is_paired`, b is bfloat16, dense in its rows or
+ * in its columns (then K and the distance of columns are even), and `a` dense in its rows. */
+void tw_product(float *const *data, const int64_t *strides, const int64_t *sizes, float alpha, float scale,
+                int is_added, int is_paired, float *scratch, int threads) {
+    Matrix sides[5];
+    for (int i = 0; i < 5; i++) sides[i] = (Matrix){data[i], strides[2 * i], strides[2 * i + 1]};
+    int64_t M = sizes[0], N = sizes[1];
+    const Product p = {.a = sides[0], .b = sides[1], .c = sides[2], .low_a = sides[3], .low_b = sides[4],
+                       .K = is_paired ? (sizes[2] + 1) / 2 : sizes[2], .low_K = sizes[3], .alpha = alpha,
+                       .scale = scale, .is_added = is_added, .is_paired = is_paired, .depth = sizes[2],
+                       .is_in_place = sides[0].col == 1 && sides[3].col == 1 && sides[0].row % ONE_SET != 0,
+                       .is_streamed = can_stream(&sides[2], M * N)};
+    multiply_all(p, M, N, scratch, threads);
 }

@@ -3,7 +3,11 @@
 A decode step multiplies few rows with every weight of the model. The usual x @ W' then runs far below both the
 memory's and the cores' speed; `cpu.c` streams each weight row once past all x rows. Without a C compiler, W @ x' is
 the faster order of the two that BLAS offers for few rows. Products of many rows, forward and backward, and adapters'
-low-rank parts have a kernel of their own (`cpu_products.c`). Whatever is not float32 goes to plain torch.
+low-rank parts have a kernel of their own (`cpu_products.c`).
+
+Where the processor has dot products of bfloat16, an engine may hold its weights in bfloat16 (`processor.py`). A product
+of float32 rows with such a weight rounds the rows to bfloat16 and sums in float32, the same forward and backward, in
+samplers and in training; an adapter's part of it stays float32. Other types go to plain torch.
 
 Shape legend: M rows and N columns of the result, K summed over.
 """
@@ -46,7 +50,7 @@ class ProductKernel:
         self._product = library.tw_product
         self._product.argtypes = [
             ctypes.c_void_p * 5, ctypes.c_int64 * 10, ctypes.c_int64 * 4, ctypes.c_float, ctypes.c_float, ctypes.c_int,
-            ctypes.c_void_p, ctypes.c_int,
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_int,
         ]  # fmt: skip
         self._product.restype = None
         self._scratch = threading.local()
@@ -54,17 +58,28 @@ class ProductKernel:
     def multiply(
         self, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, alpha: float, is_added: bool, low_rank: LowRank | None
     ) -> None:
-        """out = alpha (a b + its low-rank part), or added to it; float32 on the CPU, any strides."""
-        low_a, low_b, scale = (a_MK[:, :0], b_KN[:0], 0.0) if low_rank is None else low_rank
+        """out = alpha (a b + its low-rank part), or added to it; float32 on the CPU, any strides.
+
+        b may be bfloat16, as a weight [O, I] lies in memory or transposed; then `a` is dense in its rows.
+        """
+        low_a, low_b, scale = (out_MN[:, :0], out_MN[:0], 0.0) if low_rank is None else low_rank
         (rows, depth), cols, rank = a_MK.shape, b_KN.shape[1], low_a.shape[1]
         sides = (a_MK, b_KN, out_MN, low_a, low_b)
         shapes = ((rows, depth), (depth, cols), (rows, cols), (rows, rank), (rank, cols))
+        is_paired = b_KN.dtype is torch.bfloat16
         for tensor, shape in zip(sides, shapes, strict=True):
-            if tensor.shape != shape or tensor.dtype is not torch.float32 or not tensor.is_cpu:
+            wanted = torch.bfloat16 if is_paired and tensor is b_KN else torch.float32
+            if tensor.shape != shape or tensor.dtype is not wanted or not tensor.is_cpu:
                 raise DataError(
                     f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} in the product of {rows} x {depth} "
-                    f"and {depth} x {cols}; expected float32 {shape} on the CPU"
+                    f"and {depth} x {cols}; expected {wanted} {shape} on the CPU"
                 )
+        if is_paired and not _is_paired_as_it_lies(a_MK, b_KN):
+            raise DataError(
+                f"a product of {rows} x {depth} with strides {a_MK.stride()} and bfloat16 {depth} x {cols} with "
+                f"strides {b_KN.stride()}: expected dense rows on the left, and dense rows or columns of an even "
+                "number on the right"
+            )
         if 0 in (rows, depth + rank, cols):
             if not is_added:
                 out_MN.zero_()
@@ -73,7 +88,7 @@ class ProductKernel:
         strides = (ctypes.c_int64 * 10)(*(stride for side in sides for stride in side.stride()))
         sizes = (ctypes.c_int64 * 4)(rows, cols, depth, rank)
         threads = waiting.num_threads()
-        self._product(pointers, strides, sizes, alpha, scale, is_added, self._room(threads), threads)
+        self._product(pointers, strides, sizes, alpha, scale, is_added, is_paired, self._room(threads), threads)
 
     def _room(self, threads: int) -> int:
         """Address of this thread's buffer for the packed blocks of all its workers."""
@@ -81,6 +96,13 @@ class ProductKernel:
         if buffer is None or buffer.numel() < threads * _SCRATCH:
             buffer = self._scratch.buffer = torch.empty(threads * _SCRATCH, dtype=torch.float32, device="cpu")
         return buffer.data_ptr()
+
+
+def _is_paired_as_it_lies(a_MK: Tensor, b_KN: Tensor) -> bool:
+    """Whether the kernel can read a bfloat16 b, and `a`, without a copy."""
+    depth, step = b_KN.shape[0], b_KN.stride(1)
+    has_dense_columns = (b_KN.stride(0) == 1 or depth == 1) and depth % 2 == 0 and step % 2 == 0
+    return a_MK.stride(1) == 1 and (step == 1 or has_dense_columns)
 
 
 _bind = functools.cache(ProductKernel)
@@ -101,8 +123,11 @@ def product(
     is_added: bool = False,
     low_rank: LowRank | None = None,
 ) -> Tensor:
-    """The C kernel: out = alpha (a b + scale low_a low_b), or added to it; float32, any strides."""
-    if low_rank is None and a_MK.stride(0) == 1 and b_KN.shape[1] < a_MK.shape[0]:
+    """The C kernel: out = alpha (a b + scale low_a low_b), or added to it; float32, any strides, b may be bfloat16."""
+    if b_KN.dtype is torch.bfloat16:
+        dense = a_MK if a_MK.stride(1) == 1 else a_MK.contiguous()
+        _kernel().multiply(dense, b_KN, out_MN, alpha, is_added, low_rank)
+    elif low_rank is None and a_MK.stride(0) == 1 and b_KN.shape[1] < a_MK.shape[0]:
         # It is faster to pack the large operand in its own order than to transpose it.
         _kernel().multiply(b_KN.t(), a_MK.t(), out_MN.t(), alpha, is_added, None)
     else:
@@ -119,7 +144,7 @@ def linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
         return y if bias_O is None else y.add_(bias_O)
     kernels = cpu.load()
     if kernels is not None:
-        return kernels.linear_small(weight_OI, x_NI.contiguous(), bias=bias_O)
+        return kernels.linear_small(weight_OI, x_NI.contiguous(), bias=bias_O if bias_O is None else bias_O.float())
     y = (weight_OI @ x_NI.t()).t().contiguous()
     return y if bias_O is None else y.add_(bias_O)
 
@@ -128,8 +153,8 @@ def multiply(
     a_MK: Tensor, b_KN: Tensor, *, out: Tensor | None = None, alpha: float = 1.0, is_added: bool = False
 ) -> Tensor:
     """alpha a b, written to `out` or added to it where given."""
-    is_float32 = a_MK.dtype is b_KN.dtype is torch.float32 and (out is None or out.dtype is torch.float32)
-    if not is_float32 or not is_built():
+    is_read = a_MK.dtype is torch.float32 and b_KN.dtype in (torch.float32, torch.bfloat16)
+    if not is_read or not (out is None or out.dtype is torch.float32) or not is_built():
         return torch_products.multiply(a_MK, b_KN, out=out, alpha=alpha, is_added=is_added)
     if out is None:
         out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])

@@ -20,10 +20,12 @@ typedef struct {
     int64_t row, col;
 } Matrix;
 
-/* Rows of an operand, element (r, k) at data + r * step + k, or data + r + k * step where they lie turned. */
+/* Rows of an operand, element (r, k) at data + r * step + k, or data + r + k * step where they lie turned; of pairs
+ * (cpu_vectors.h) instead of floats where the tile and the panel are of pairs too. */
 typedef struct {
     const float *data;
     int64_t step, depth;
+    int is_paired;
 } Strip;
 
 /* How a tile leaves its product: added to what is there; past the caches, for a large result at vectors' addresses
@@ -33,7 +35,7 @@ enum { ADD = 1, STREAM = 2 };
 /* ROWS rows, `num` strips of them side by side, times one panel of VECTORS vectors: to = alpha * product, left as
  * `how` says. Every third row has a pointer: addresses of all rows would be more than there are registers, so the
  * compiler is kept from forming them. */
-#define DEFINE_TILE(NAME, ROWS, VECTORS, A_ROW, A_COL)                                                                 \
+#define DEFINE_TILE(NAME, ROWS, VECTORS, A_ROW, A_COL, KNOWS_PAIRS)                                                    \
     static void NAME(const Strip *strips, int num, const float *panel, float alpha, float *to, int64_t stride,         \
                      int how) {                                                                                        \
         enum { THIRDS = (ROWS + 2) / 3 };                                                                              \
@@ -48,6 +50,16 @@ enum { ADD = 1, STREAM = 2 };
             UNROLL for (int i = 0; i < THIRDS; i++) {                                                                  \
                 a[i] = strip->data + 3 * i * (A_ROW);                                                                  \
                 __asm__("" : "+r"(a[i]));                                                                              \
+            }                                                                                                          \
+            if (KNOWS_PAIRS && strip->is_paired) {                                                                     \
+                for (int64_t k = 0; k < strip->depth; k++, panel += VECTORS * LANES) {                                 \
+                    vec b[VECTORS];                                                                                    \
+                    UNROLL for (int j = 0; j < VECTORS; j++) b[j] = load(panel + j * LANES);                           \
+                    UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int j = 0; j < VECTORS; j++)                     \
+                        acc[r][j] = dot_vec(acc[r][j], splat_vec(a[r / 3] + r % 3 * (A_ROW)), b[j]);                   \
+                    UNROLL for (int i = 0; i < THIRDS; i++) a[i] += (A_COL);                                           \
+                }                                                                                                      \
+                continue;                                                                                              \
             }                                                                                                          \
             for (int64_t k = 0; k < strip->depth; k++, panel += VECTORS * LANES) {                                     \
                 vec b[VECTORS];                                                                                        \
@@ -68,28 +80,28 @@ enum { ADD = 1, STREAM = 2 };
 typedef void Tile(const Strip *, int, const float *, float, float *, int64_t, int);
 
 /* NAME(rows, width): the smallest tile of at least `rows` rows (more are computed and dropped) for panels of `width`
- * floats; A_ROW and A_COL are 1 and `step`, either way round. */
+ * floats; A_ROW and A_COL are 1 and `step`, either way round. KNOWS_PAIRS: strips may hold pairs. */
 #if defined(__AVX512F__)
-#define DEFINE_TILES(NAME, A_ROW, A_COL)                                                                               \
-    DEFINE_TILE(NAME##_12_1, 12, 1, A_ROW, A_COL)                                                                      \
-    DEFINE_TILE(NAME##_12_2, 12, 2, A_ROW, A_COL)                                                                      \
-    DEFINE_TILE(NAME##_8_1, 8, 1, A_ROW, A_COL)                                                                        \
-    DEFINE_TILE(NAME##_8_2, 8, 2, A_ROW, A_COL)                                                                        \
-    DEFINE_TILE(NAME##_4_1, 4, 1, A_ROW, A_COL)                                                                        \
-    DEFINE_TILE(NAME##_4_2, 4, 2, A_ROW, A_COL)                                                                        \
+#define DEFINE_TILES(NAME, A_ROW, A_COL, KNOWS_PAIRS)                                                                  \
+    DEFINE_TILE(NAME##_12_1, 12, 1, A_ROW, A_COL, KNOWS_PAIRS)                                                         \
+    DEFINE_TILE(NAME##_12_2, 12, 2, A_ROW, A_COL, KNOWS_PAIRS)                                                         \
+    DEFINE_TILE(NAME##_8_1, 8, 1, A_ROW, A_COL, KNOWS_PAIRS)                                                           \
+    DEFINE_TILE(NAME##_8_2, 8, 2, A_ROW, A_COL, KNOWS_PAIRS)                                                           \
+    DEFINE_TILE(NAME##_4_1, 4, 1, A_ROW, A_COL, KNOWS_PAIRS)                                                           \
+    DEFINE_TILE(NAME##_4_2, 4, 2, A_ROW, A_COL, KNOWS_PAIRS)                                                           \
     INLINE Tile *NAME(int64_t rows, int64_t width) {                                                                   \
         if (rows > 8) return width == NR ? NAME##_12_2 : NAME##_12_1;                                                  \
         if (rows > 4) return width == NR ? NAME##_8_2 : NAME##_8_1;                                                    \
         return width == NR ? NAME##_4_2 : NAME##_4_1;                                                                  \
     }
 #else
-#define DEFINE_TILES(NAME, A_ROW, A_COL)                                                                               \
-    DEFINE_TILE(NAME##_6_1, 6, 1, A_ROW, A_COL)                                                                        \
-    DEFINE_TILE(NAME##_6_2, 6, 2, A_ROW, A_COL)                                                                        \
-    DEFINE_TILE(NAME##_4_1, 4, 1, A_ROW, A_COL)                                                                        \
-    DEFINE_TILE(NAME##_4_2, 4, 2, A_ROW, A_COL)                                                                        \
-    DEFINE_TILE(NAME##_2_1, 2, 1, A_ROW, A_COL)                                                                        \
-    DEFINE_TILE(NAME##_2_2, 2, 2, A_ROW, A_COL)                                                                        \
+#define DEFINE_TILES(NAME, A_ROW, A_COL, KNOWS_PAIRS)                                                                  \
+    DEFINE_TILE(NAME##_6_1, 6, 1, A_ROW, A_COL, KNOWS_PAIRS)                                                           \
+    DEFINE_TILE(NAME##_6_2, 6, 2, A_ROW, A_COL, KNOWS_PAIRS)                                                           \
+    DEFINE_TILE(NAME##_4_1, 4, 1, A_ROW, A_COL, KNOWS_PAIRS)                                                           \
+    DEFINE_TILE(NAME##_4_2, 4, 2, A_ROW, A_COL, KNOWS_PAIRS)                                                           \
+    DEFINE_TILE(NAME##_2_1, 2, 1, A_ROW, A_COL, KNOWS_PAIRS)                                                           \
+    DEFINE_TILE(NAME##_2_2, 2, 2, A_ROW, A_COL, KNOWS_PAIRS)                                                           \
     INLINE Tile *NAME(int64_t rows, int64_t width) {                                                                   \
         if (rows > 4) return width == NR ? NAME##_6_2 : NAME##_6_1;                                                    \
         if (rows > 2) return width == NR ? NAME##_4_2 : NAME##_4_1;                                                    \
@@ -108,7 +120,7 @@ INLINE void pack_rows(const float *from, const Matrix *b, int64_t rows, int64_t 
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < width; j += LANES) store(panel + i * width + j, load(from + i * b->row + j));
     } else if (b->row == 1 && rows == 8) {
-        for (int64_t j = 0; j < width; j += 8) transpose8(from + j * b->col, b->col, panel + j, width, splat8(0));
+        for (int64_t j = 0; j < width; j += 8) transpose8(from + j * b->col, b->col, panel + j, width);
     } else {
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < width; j++) panel[i * width + j] = from[i * b->row + j * b->col];

@@ -176,8 +176,8 @@ DEFINE_TANH(tanh_vec, vec, bits, exp_vec)
 INLINE vec tanh_vec(vec x) { return tanh8(x); }
 #endif
 
-/* dst[j][i] = src[i][j] + bias[i], 8 x 8 (zeros for none). */
-INLINE void transpose8(const float *src, int64_t src_stride, float *dst, int64_t dst_stride, vec8 bias) {
+/* dst[j][i] = src[i][j], 8 x 8, with bias[i] added where `is_added`; else the bits stay as they are. */
+INLINE void turn8(const int is_added, const float *src, int64_t src_stride, float *dst, int64_t dst_stride, vec8 bias) {
 #if defined(__AVX2__)
     __m256 a[8], b[8];
     UNROLL for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(src + i * src_stride);
@@ -192,13 +192,74 @@ INLINE void transpose8(const float *src, int64_t src_stride, float *dst, int64_t
         a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
     }
     UNROLL for (int i = 0; i < 4; i++) {
-        store8(dst + i * dst_stride, (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x20) + bias);
-        store8(dst + (i + 4) * dst_stride, (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x31) + bias);
+        vec8 low = (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
+        vec8 high = (vec8)_mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
+        store8(dst + i * dst_stride, is_added ? low + bias : low);
+        store8(dst + (i + 4) * dst_stride, is_added ? high + bias : high);
     }
 #else
     for (int j = 0; j < 8; j++)
-        for (int i = 0; i < 8; i++) dst[j * dst_stride + i] = src[i * src_stride + j] + bias[i];
+        for (int i = 0; i < 8; i++)
+            dst[j * dst_stride + i] = is_added ? src[i * src_stride + j] + bias[i] : src[i * src_stride + j];
 #endif
+}
+INLINE void transpose8(const float *src, int64_t src_stride, float *dst, int64_t dst_stride) {
+    turn8(0, src, src_stride, dst, dst_stride, splat8(0));
+}
+
+/* ---- Pairs --------------------------------------------------------------------------------------------------------
+ *
+ * Two bfloat16 numbers that are neighbours in a sum, the first in the low half, in the place of one float. Whatever
+ * moves floats moves pairs; only products and roundings know the difference.
+ */
+
+/* acc + a.first b.first + a.second b.second in every lane, summed in float32. */
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+#define HAS_PAIR_DOTS 1
+INLINE vec8 dot_vec8(vec8 acc, vec8 a, vec8 b) {
+    return (vec8)_mm256_dpbf16_ps((__m256)acc, (__m256bh)a, (__m256bh)b);
+}
+INLINE vec dot_vec(vec acc, vec a, vec b) {
+    return (vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+}
+#else
+#define HAS_PAIR_DOTS 0
+#define DEFINE_DOT(NAME, V, BITS)                                                                                      \
+    INLINE V NAME(V acc, V a, V b) {                                                                                   \
+        acc += (V)((BITS)a << 16u) * (V)((BITS)b << 16u);                                                              \
+        return acc + (V)((BITS)a & 0xffff0000u) * (V)((BITS)b & 0xffff0000u);                                          \
+    }
+DEFINE_DOT(dot_vec8, vec8, bits8)
+DEFINE_DOT(dot_vec, vec, bits)
+#endif
+
+/* The pair at `p` in every lane. Adding 0 to a float would change the bits of some pairs. */
+INLINE uint32_t pair_at(const float *p) {
+    uint32_t pair;
+    memcpy(&pair, p, sizeof(pair));
+    return pair;
+}
+INLINE vec8 splat_vec8(const float *p) { return (vec8)((bits8){0} + pair_at(p)); }
+INLINE vec splat_vec(const float *p) { return (vec)((bits){0} + pair_at(p)); }
+
+/* The nearest bfloat16, the even one of two; NaN stays NaN. */
+INLINE uint32_t round_float(float f) {
+    uint32_t wide;
+    memcpy(&wide, &f, sizeof(wide));
+    return f != f ? (wide >> 16) | 0x40u : (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
+}
+
+/* `count` floats as pairs, (count + 1) / 2 of them; behind an odd one stands 0. */
+INLINE void round_pairs(const float *from, int64_t count, float *to) {
+    int64_t i = 0;
+#if HAS_PAIR_DOTS
+    for (; i + 16 <= count; i += 16)
+        _mm256_storeu_si256((__m256i *)(to + i / 2), (__m256i)_mm512_cvtneps_pbh((__m512)load(from + i)));
+#endif
+    for (; i < count; i += 2) {
+        uint32_t pair = round_float(from[i]) | (i + 1 < count ? round_float(from[i + 1]) << 16 : 0);
+        memcpy(to + i / 2, &pair, sizeof(pair));
+    }
 }
 
 #endif

@@ -21,6 +21,8 @@ class DeviceFacts:
     """A training pass keeps the outputs of the norms; else backward computes them again from the residual stream."""
     rotates_in_place: bool
     """A training pass rotates float32 heads without norms in place, and keeps one copy of them."""
+    has_wide_activations: bool
+    """Activations, keys and values, and adapters in use are float32 whatever the dtype of the weights is."""
     widens_gradients: bool
     """The gradients inside a layer are float32 whatever the dtype of the activations is."""
     wide_gradients: int
@@ -45,6 +47,7 @@ CPU = DeviceFacts(
     prefers_few_launches=False,
     keeps_normed_inputs=False,
     rotates_in_place=True,
+    has_wide_activations=True,
     widens_gradients=True,
     wide_gradients=8,
     fuses_softmax=False,
@@ -60,6 +63,7 @@ CUDA = DeviceFacts(
     prefers_few_launches=True,
     keeps_normed_inputs=True,
     rotates_in_place=False,
+    has_wide_activations=False,
     widens_gradients=False,
     wide_gradients=4,
     fuses_softmax=True,

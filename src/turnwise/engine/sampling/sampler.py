@@ -84,7 +84,7 @@ class Sampler:
         self.routing = RoutingMemory(*num_choices) if config.routing_replay else None
         """What the trainer learns of the experts that were chosen; None where nobody asks."""
         shape = replace(model.kv_shape, num_choices=num_choices)
-        self.cache = KvCache(shape, num_blocks, config.block_size, model.dtype, model.device)
+        self.cache = KvCache(shape, num_blocks, config.block_size, model.activation_dtype, model.device)
         self.weights = SamplingWeights(
             model, may_merge=memory.may_merge, merges_always=config.merge_adapter == "always"
         )

@@ -85,7 +85,8 @@ class TargetHead:
         self.weight, self.bias = (head.weight, head.bias) if route.full is None else route.full.weights.head
         self._grads = None if route.full is None or route.full.grads is None else route.full.grads.head
         self.ops = for_device(head.weight.device)
-        self._fused = self.ops.softmax_for(self.weight.dtype)
+        is_wide = self.ops.facts.has_wide_activations
+        self._fused = self.ops.softmax_for(torch.float32 if is_wide else self.weight.dtype)
 
     def outputs(self, hidden_RH: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute logprobs and entropies [E] without a gradient."""
@@ -175,7 +176,7 @@ class TargetHead:
     def _grad_hidden(self, grad_logits: Tensor, hidden_RH: Tensor, rows: slice) -> Tensor:
         weight = self.weight
         hidden = hidden_RH[rows]
-        narrow = grad_logits.to(weight.dtype)
+        narrow = grad_logits.to(hidden.dtype)
         grad_hidden = self.ops.products.multiply(narrow, weight)
         if self._grads is not None:
             self._add_head_gradients(narrow, hidden, *self._grads)
