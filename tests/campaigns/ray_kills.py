@@ -12,6 +12,7 @@ other seeds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 import turnwise as tw
+from processes import processes_below
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.runlog.reader import RunReader
 
@@ -40,6 +42,7 @@ SMALL = (
 HANG_S = 600.0
 """Only a hang takes so long."""
 VICTIMS = {"learner": "ray::LearnerActor", "sampler": "ray::SamplerActor", "env": "ray::EnvWorkerActor"}
+CLIENT_PORT = 10001
 LAST = 10
 """Steps at the end whose reward is compared."""
 
@@ -47,12 +50,18 @@ LAST = 10
 class TwoNodes:
     """Two nodes on this machine, without dashboards. `num_cpus` of each is how many actors have room there."""
 
-    def __init__(self, num_cpus: int, *, replaces: bool) -> None:
+    def __init__(self, num_cpus: int, *, replaces: bool, is_client: bool) -> None:
         os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a busy machine takes long
         utils = importlib.import_module("ray.cluster_utils")
         self._node = {"num_cpus": num_cpus, "object_store_memory": 100 * 2**20}
         self._replaces = replaces
-        self.cluster = utils.Cluster(initialize_head=True, head_node_args={**self._node, "include_dashboard": False})
+        head = {
+            **self._node,
+            "include_dashboard": False,
+            **({"ray_client_server_port": CLIENT_PORT} if is_client else {}),
+        }
+        self.cluster = utils.Cluster(initialize_head=True, head_node_args=head)
+        self.address = f"ray://127.0.0.1:{CLIENT_PORT}" if is_client else self.cluster.address
         self._second = self.cluster.add_node(**self._node)
 
     def lose_node(self) -> None:
@@ -89,14 +98,11 @@ def count_lost_and_doubled(directory: Path, steps: int) -> tuple[int, int]:
 
 
 def find(title: str) -> list[int]:
-    """Processes of actors, by the title that Ray gives them."""
+    """Processes of this campaign's actors, by the title that Ray gives them."""
     found: list[int] = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (place / "cmdline").read_bytes()
-        except OSError:
-            continue
-        found += [int(place.name)] if line.startswith(title.encode()) else []
+    for pid in processes_below(os.getpid()):
+        with contextlib.suppress(OSError):
+            found += [pid] if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()) else []
     return found
 
 
@@ -149,6 +155,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument("--min-learners", type=int, default=0)
     parser.add_argument("--shard", action="store_true", help="the learners hold the weights in parts")
+    parser.add_argument("--client", action="store_true", help="the run is a Ray client (ray://)")
     parser.add_argument("--cpus", type=int, default=2, help="of each node")
     parser.add_argument("--calm-seeds", type=int, default=0, help="undisturbed runs with other seeds, for the noise")
     parser.add_argument("--seed", type=int, default=0)
@@ -180,9 +187,9 @@ def main() -> int:
         for seed, directory in enumerate(calm):
             overrides = [*options, f"train.seed={seed}"] if seed else options
             tw.train(ECHO, directory=directory, overrides=overrides, observer=tw.Observer())
-        nodes, rough = TwoNodes(args.cpus, replaces=args.kills.isdigit()), Path(place) / "rough"
+        nodes, rough = TwoNodes(args.cpus, replaces=args.kills.isdigit(), is_client=args.client), Path(place) / "rough"
         killer = Killer(kinds, nodes.lose_node, args.seed)
-        options += [*cluster_options(args, len(kinds)), f"cluster.address={nodes.cluster.address}"]
+        options += [*cluster_options(args, len(kinds)), f"cluster.address={nodes.address}"]
         run = tw.train(ECHO, directory=rough, overrides=options, observer=killer)
         expected, found = weights(calm[0]), weights(rough)
         lost, doubled = count_lost_and_doubled(rough, num_steps)

@@ -83,9 +83,9 @@ class SeparateSamplers(EngineFleet):
         setup = self.setup
         self._place = await asyncio.to_thread(SamplerPlace, setup.cluster, setup.engine)
         with PENDING_CALLS.listed("samplers", f"load the model ({len(names)} of them)", START_S, is_reason=True):
-            async with asyncio.TaskGroup() as group:
-                for name in names:
-                    group.create_task(self._start(_number(name)))
+            done = await asyncio.gather(*(self._start(_number(name)) for name in names), return_exceptions=True)
+        for error in [one for one in done if one is not None]:
+            raise error
         self._start_s = time.monotonic() - started_s
         return names
 
