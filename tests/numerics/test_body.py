@@ -150,7 +150,7 @@ def test_a_pass_keeps_exactly_the_tensors_that_its_block_lists(
     batch = pack([np.array(random_ids(50, 0)), np.array(random_ids(20, 1))], [0, 1])
     ids, positions = (torch.from_numpy(part).to(where) for part in (batch.input_ids, batch.position_ids))
     hidden = model.hidden(ids, positions, batch.plan, Route(spans=[adapter.span(0, 70)]))
-    listed = kept_tensors(model.sizes, model.dtype.itemsize, 4, model.ops.facts)
+    listed = kept_tensors(model.sizes, model.activation_dtype.itemsize, 4, model.ops.facts)
     for kept in hidden.grad_fn.kept.blocks:  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept.tensors()}
         assert sum(storage.nbytes() for storage in storages.values()) == 70 * sum(k.size * k.itemsize for k in listed)

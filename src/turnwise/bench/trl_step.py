@@ -59,7 +59,7 @@ class Dialogues:
         self.num_sampled = 0
         self.num_trained = 0
 
-    def play(self, prompts: list[str], trainer: Any) -> dict[str, list]:
+    def play(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         load = self.load
         starts = [load["prompts"][int(prompt)] for prompt in prompts]
         ids = torch.tensor(starts)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.engine.attention.plans import AttentionPlan, GroupedPlan, PagedPlan, TreePlan
-from turnwise.engine.model.body_weights import BlockWeights, BodyWeights, join_linears, weight_of
+from turnwise.engine.model.body_weights import BlockWeights, BodyWeights, embed_tokens, join_linears, weight_of
 from turnwise.engine.model.expert_layers import TokenRouter
 from turnwise.engine.model.few_rows import has_plain_blocks, is_plain_step, run_few_rows
 from turnwise.engine.model.fused_parts import is_fused
@@ -211,7 +211,7 @@ class FusedBody:
         if rows is not None and not 0 < len(rows) <= MOST_ROWS * len(input_ids):
             return self.hidden(input_ids, position_ids, plan, route)[rows]
         weights, grads = self._weights_of(route)
-        embedded = self._embed(input_ids, weights)
+        embedded = embed_tokens(input_ids, weights.embedding)
         spans = read_spans(route, embedded.dtype)
         wanted = None if rows is None else _WantedRows(rows, spans_of_rows(spans, rows, len(input_ids)))
         rotation = Rotation(*self._angles, position_ids)
@@ -247,15 +247,11 @@ class FusedBody:
     def start(self, input_ids: Tensor, position_ids: Tensor, plan: TreePlan, route: Route) -> tuple[Tensor, KeptPass]:
         """Last hidden states [N, H], and what `run_backward` reads; autograd sees nothing of it (`keeps_all`)."""
         weights, grads = self._weights_of(route)
-        embedded = self._embed(input_ids, weights)
+        embedded = embed_tokens(input_ids, weights.embedding)
         spans = read_spans(route, embedded.dtype)
         work = _StackPass(Rotation(*self._angles, position_ids), plan, route, spans, None, weights, grads)
         kept = KeptPass(work, self._first_trained(spans) or 0, keeps_all=True, input_ids=input_ids)
         return self.run(embedded, work, kept), kept
-
-    def _embed(self, input_ids: Tensor, weights: BodyWeights) -> Tensor:
-        embedded = nn.functional.embedding(input_ids, weights.embedding)
-        return embedded.float() if self.ops.facts.has_wide_activations else embedded
 
     def _weights_of(self, route: Route) -> tuple[BodyWeights, BodyWeights | None]:
         """The weights that a pass reads, and where the gradients of all of them go."""
@@ -384,7 +380,7 @@ class FusedBody:
         found: list[Tensor] = []
         for part in whole.parts:
             work, input_ids = self._work_of(part, whole)
-            embedded = self._embed(input_ids, work.weights)
+            embedded = embed_tokens(input_ids, work.weights.embedding)
             found.append(self.run(embedded, replace(work, scratch=None))[part.rows])
         return torch.cat(found)
 
@@ -392,7 +388,7 @@ class FusedBody:
         """Run every part again, the last one first, and add its gradients."""
         for part in reversed(whole.parts):
             work, input_ids = self._work_of(part, whole)
-            embedded = self._embed(input_ids, work.weights)
+            embedded = embed_tokens(input_ids, work.weights.embedding)
             kept = KeptPass(work, whole.first, keeps_all=True, input_ids=input_ids)
             self.run(embedded, work, kept)
             self.run_backward(_spread(dx[part.places], part.rows, len(input_ids)), kept)

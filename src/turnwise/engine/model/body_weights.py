@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from turnwise.engine.model.gated_mlp import JoinedGroup, Mlp, TensorByName
 from turnwise.engine.model.lora import LinearGroup, LoraLinear
+from turnwise.engine.ops import for_device
 from turnwise.engine.ops.interface import Heads
 from turnwise.models.blocks import PartNames
 
@@ -90,3 +91,9 @@ def weight_of(module: nn.Module, name: str) -> Tensor:
 def join_linears(layer: nn.Module, *names: str) -> LinearGroup:
     """The linears of a layer that read the same input."""
     return LinearGroup.join([cast(LoraLinear, layer.get_submodule(name)) for name in names])
+
+
+def embed_tokens(input_ids: Tensor, embedding: Tensor) -> Tensor:
+    """The rows of the tokens, in the dtype of the activations."""
+    embedded = nn.functional.embedding(input_ids, embedding)
+    return embedded.float() if for_device(embedding.device).facts.has_wide_activations else embedded

@@ -1,8 +1,8 @@
 """Matrix products on a CPU, in C where that is faster than BLAS. Samplers and training steps spend most time here.
 
 A decode step multiplies few rows with every weight of the model. The usual x @ W' then runs far below both the
-memory's and the cores' speed; `cpu.c` streams each weight row once past all x rows. Without a C compiler, W @ x' is
-the faster order of the two that BLAS offers for few rows. Products of many rows, forward and backward, and adapters'
+memory's and the cores' speed; `cpu_linear.c` streams each weight row once past all x rows. Without a C compiler, W @ x'
+is the faster order of the two that BLAS offers for few rows. Products of many rows, forward and backward, and adapters'
 low-rank parts have a kernel of their own (`cpu_products.c`).
 
 Where the processor has dot products of bfloat16, an engine may hold its weights in bfloat16 (`processor.py`). A product
