@@ -51,6 +51,7 @@ REPEATED_BLOCKS = {
     "src/turnwise/recipes/code.py ~ src/turnwise/recipes/": TO_COPY,
     "src/turnwise/recipes/swe.py ~ src/turnwise/recipes/": TO_COPY,
     "src/turnwise/service/wire/schemas.py ~ src/turnwise/types.py": "the protocol's defaults, and our own",
+    "tests/backends/in_process_claims.py ~ tests/backends/": "a program in vLLM's own environment, without pytest",
     "tests/contract/sdk/mint_checks.py ~ tests/contract/sdk/tinker_checks.py": OF_AN_SDK,
 }
 

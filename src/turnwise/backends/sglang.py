@@ -26,7 +26,7 @@ from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, Serv
 from turnwise.backends.servers.http import JsonServer, ServerGoneError, ServerRefusedError
 from turnwise.backends.servers.launch import ServerCommand
 from turnwise.backends.servers.publisher import ServerPublisher, read_rank
-from turnwise.backends.servers.python import check_arguments, check_module, server_python, size_arguments
+from turnwise.backends.servers.python import check_own_server, server_python, size_arguments
 from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.config import RolloutConfig
@@ -249,11 +249,7 @@ class SglangPublisher(ServerPublisher):
     def check_options(cls, rollout: RolloutConfig) -> None:
         if rollout.publish != "adapter":
             raise ConfigError(f"rollout.backend=sglang publishes adapters only; leave out publish={rollout.publish}")
-        if rollout.url:
-            return
-        python = server_python(rollout)
-        check_module(python, MODULE)
-        check_arguments(python, MODULE, rollout.server_args, own=OWN_ARGUMENTS)
+        check_own_server(rollout, MODULE, own=OWN_ARGUMENTS)
 
     @classmethod
     def describe(cls, rollout: RolloutConfig) -> str:

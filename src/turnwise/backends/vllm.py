@@ -21,7 +21,7 @@ from turnwise.backends.servers.blank_adapter import write_blank
 from turnwise.backends.servers.dialect import ServerDialect
 from turnwise.backends.servers.launch import ServerCommand
 from turnwise.backends.servers.publisher import ServerPublisher, read_rank
-from turnwise.backends.servers.python import check_arguments, check_module, server_python, size_arguments
+from turnwise.backends.servers.python import check_own_server, server_python, size_arguments
 from turnwise.backends.servers.vllm_dialect import VllmDialect, VllmUse
 from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError
@@ -63,11 +63,7 @@ class VllmPublisher(ServerPublisher):
 
     @classmethod
     def check_options(cls, rollout: RolloutConfig) -> None:
-        if rollout.url:
-            return
-        python = server_python(rollout)
-        check_module(python, MODULE)
-        check_arguments(python, MODULE, rollout.server_args, own=OWN_ARGUMENTS)
+        check_own_server(rollout, MODULE, own=OWN_ARGUMENTS)
 
     @classmethod
     def describe(cls, rollout: RolloutConfig) -> str:

@@ -69,6 +69,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def timed_options(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Options of a run in the world with delays whose steps are timed: it plays and trains, and does nothing else."""
+    return {
+        "train.steps": args.steps,
+        "train.tasks_per_step": args.tasks,
+        "train.num_tasks": args.steps * args.tasks,
+        "train.save_every": 0,
+        "train.max_empty_steps": args.steps,
+        "rollout.group_size": args.group_size,
+        "rollout.same_start": False,  # delays come from the seed, so every attempt has other ones
+        "eval.every": 0,
+        "eval.tasks": 0,
+        "run.dialogues": 0,
+        "run.dir": directory,
+    }
+
+
 def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> Outcome:
     """Train once. All runs use the loss that lag needs, so that only the lag differs."""
     from turnwise.training.run import evaluate, train
@@ -82,19 +99,9 @@ def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> 
         "env.options.p99_s": args.p99_s,
         "method.loss_fn": "cispo",
         "train.max_staleness": lag,
-        "train.steps": args.steps,
-        "train.tasks_per_step": args.tasks,
-        "train.num_tasks": args.steps * args.tasks,
         "train.learning_rate": args.learning_rate,
         "train.seed": seed,
-        "train.save_every": 0,
-        "train.max_empty_steps": args.steps,
-        "rollout.group_size": args.group_size,
-        "rollout.same_start": False,  # delays come from the seed, so every attempt has other ones
-        "eval.every": 0,
-        "eval.tasks": 0,
-        "run.dialogues": 0,
-        "run.dir": directory,
+        **timed_options(args, directory),
     }
     run = train(WORLD, overrides=[f"{name}={value}" for name, value in options.items()], observer=Observer())
     quick = {"env": {"options": {"median_s": 1e-6, "p99_s": 1e-5}}, "eval": {"tasks": args.held_out, "samples": 4}}

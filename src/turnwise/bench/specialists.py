@@ -81,7 +81,7 @@ SETS: Mapping[str, Worlds] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SpecialistsPlan:
     """One study: its worlds, model and place."""
 
     worlds: Worlds
@@ -191,7 +191,7 @@ def _as_result(label: str, seed: int, success: float) -> Result:
     )
 
 
-def run_study(plan: Plan, pool: Pool, seeds: Sequence[int], tasks: int, until_s: float) -> list[Row]:
+def run_study(plan: SpecialistsPlan, pool: Pool, seeds: Sequence[int], tasks: int, until_s: float) -> list[Row]:
     """All stages; every stage needs the one before."""
     members = list(plan.worlds.members)
     rows: list[Row] = []
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, _, text in (one.partition(".") for one in options.member):
         worlds = replace(worlds, members={**worlds.members, name: (*worlds.members[name], text)})
     options.out.mkdir(parents=True, exist_ok=True)
-    plan = Plan(worlds=worlds, model=options.model, out=options.out, more=tuple(options.set))
+    plan = SpecialistsPlan(worlds=worlds, model=options.model, out=options.out, more=tuple(options.set))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     until_s = time.monotonic() + options.limit_s
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:  # its end stops what still runs

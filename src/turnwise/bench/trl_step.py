@@ -38,7 +38,7 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-class Clock(TrainerCallback):
+class CpuClock(TrainerCallback):
     """Reads both clocks at the end of every step."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def run(load: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     dtype = getattr(torch, load["dtype"])
     model = AutoModelForCausalLM.from_pretrained(load["model"], dtype=dtype)
-    dialogues, clock = Dialogues(load), Clock()
+    dialogues, clock = Dialogues(load), CpuClock()
     num_dialogues = len(load["prompts"]) * load["group_size"]
     with tempfile.TemporaryDirectory() as place:
         config = GRPOConfig(

@@ -87,6 +87,11 @@ def dtype_in_use(kind: str, wanted: str) -> tuple[str, str]:
     return name, why
 
 
+def dtype_reason(device: torch.device, config: EngineConfig) -> str:
+    """Why an engine on this device uses its dtype; empty where the config says it all."""
+    return dtype_in_use(device.type, config.dtype)[1]
+
+
 def find_device(config: EngineConfig) -> DeviceInfo:
     """Where an engine with this config would run; loads torch unless the config says it all."""
     if config.device == "cpu":

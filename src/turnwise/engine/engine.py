@@ -16,7 +16,7 @@ import torch
 
 from turnwise.engine.budget import MemorySplit, gathered_bytes, split_memory
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import choose_device, dtype_in_use, find_device
+from turnwise.engine.device_info import choose_device, dtype_reason, find_device
 from turnwise.engine.memory import keep_freed_memory, spare_imports_from_collection
 from turnwise.engine.model.full import FullPolicy, ModelWeights
 from turnwise.engine.model.kept import KeptRoom
@@ -57,7 +57,7 @@ class Engine:
         self.model_dir = Path(model_dir)
         self.config = config
         self.device, self.dtype = choose_device(config)
-        if why := dtype_in_use(self.device.type, config.dtype)[1]:
+        if why := dtype_reason(self.device, config):
             log.log(logging.WARNING if self.dtype is torch.float32 else logging.INFO, "%s: %s", name, why)
         for_device(self.device).prepare_process()
         spare_imports_from_collection()

@@ -68,6 +68,15 @@ def check_module(python: str, module: str) -> str:
     return place
 
 
+def check_own_server(rollout: RolloutConfig, module: str, own: Sequence[str]) -> None:
+    """Refuse a server that the run cannot start, before any work. Servers with an address are not ours to start."""
+    if rollout.url:
+        return
+    python = server_python(rollout)
+    check_module(python, module)
+    check_arguments(python, module, rollout.server_args, own=own)
+
+
 def check_arguments(python: str, module: str, given: Sequence[str], own: Sequence[str]) -> None:
     """Refuse arguments that the server does not take, and those that are the run's own, by name."""
     names = [one.partition("=")[0].replace("_", "-") for one in given if one.startswith("--")]

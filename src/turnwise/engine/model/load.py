@@ -85,9 +85,7 @@ class CausalModel:
         """What the self-test compares with; empty once it has run."""
         if exchange is not None:
             _move_buffers(model, device)
-        if has_fixed_angles(config.to_dict()):
-            lengths = [length for length in (self.angle_switch, self.max_context_length) if length is not None]
-            fix_rotation(model.base_model, lengths, device)
+        self._fix_angles(model)
         self.linears = _wrap_linears(model, self.holder)
         self.experts = _wrap_experts(model, self.holder, describe_experts(config.to_dict()), self.linears)
         if self.activation_dtype is not dtype:
@@ -112,6 +110,12 @@ class CausalModel:
         """How the weights are cut, if this process holds only a part of them."""
         self.eos_ids = _eos_ids(model)
         self.kv_shape = _kv_shape(self.sizes)
+
+    def _fix_angles(self, model: PreTrainedModel) -> None:
+        """Compute the angles of all positions once, if the family has angles that do not depend on the sequence."""
+        if has_fixed_angles(self.config.to_dict()):
+            lengths = [length for length in (self.angle_switch, self.max_context_length) if length is not None]
+            fix_rotation(model.base_model, lengths, self.device)
 
     def _keep_part(self, exchange: ShardExchange) -> ShardLayout:
         """Let all weights go but this learner's part of each."""
