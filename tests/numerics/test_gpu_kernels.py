@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -231,7 +232,7 @@ def test_products_of_few_rows_equal_plain_torch(rows: int, inputs: int, outputs:
     for is_gated in (False, True):
         rest = rand(rows, outputs // 2 if is_gated else outputs, dtype=torch.bfloat16, seed=5)
         for given in ((None, None, None), (norm, bias, rest), (norm, None, None), (None, None, rest)):
-            settings = {"norm": given[0], "rest": given[2], "is_gated": is_gated}
+            settings: dict[str, Any] = {"norm": given[0], "rest": given[2], "is_gated": is_gated}
             got = triton_rows.project(x, weight, given[1], **settings)
             want = plain_projection(x, weight, bias=given[1], **settings)
             torch.testing.assert_close(got, want, atol=4e-2, rtol=4e-2)
@@ -247,7 +248,7 @@ def test_attention_of_few_rows_equals_plain_torch_and_fills_the_cache(
 
     rows, block = 3, 16
     norms = [rand(size, dtype=torch.bfloat16, seed=i) for i in range(2)] if has_norm else [None, None]
-    heads = Heads(query_heads, kv_heads, size, *norms, 1e-6)
+    heads = Heads(query_heads, kv_heads, size, norms[0], norms[1], 1e-6)
     most = width * block
     angles = [torch.rand(most, size // 2, device="cuda") for _ in range(2)]
     positions = torch.tensor([0, most // 3, most - 1], device="cuda")
@@ -261,7 +262,7 @@ def test_attention_of_few_rows_equals_plain_torch_and_fills_the_cache(
         for index, side in enumerate(cache.layer(0)):
             side.copy_(rand(*side.shape, dtype=torch.bfloat16, seed=7 + index))
         plan = PagedPlan(cache, slots, rows, table, (positions + 1).int(), most, chunks=())
-        out = run_step(qkv, heads, Rotation(*angles, positions), plan, 0, size**-0.5)
+        out = run_step(qkv, heads, Rotation(angles[0], angles[1], positions), plan, 0, size**-0.5)
         found.append((out, *(side.clone() for side in cache.layer(0))))
     (want, *want_cache), (got, *got_cache) = found
     torch.testing.assert_close(got, want, atol=4e-2, rtol=4e-2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ class PlainFewRows:
 
 
 @pytest.mark.parametrize("merge", ["always", "never"])
-def test_few_rows_decode_as_many_do(tiny_dir: Path, merge: str) -> None:
+def test_few_rows_decode_as_many_do(tiny_dir: Path, merge: Literal["always", "never"]) -> None:
     found = []
     few = PlainFewRows()
     for ops in (None, few):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,9 +53,10 @@ class VarlenAttention:
         self, grad_out: Tensor, saved: Saved, plan: TreePlan, rule: AttentionRule
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.enable_grad():
-            sides = [side.detach().requires_grad_() for side in saved[:3]]
-            out, _ = self.tree_forward(*sides, plan, rule)
-            return torch.autograd.grad(out, sides, grad_out)
+            query, key, value = (side.detach().requires_grad_() for side in saved[:3])
+            out, _ = self.tree_forward(query, key, value, plan, rule)
+            grads = torch.autograd.grad(out, (query, key, value), grad_out)
+            return grads[0], grads[1], grads[2]
 
     def can_capture_prefill(self, dtype: torch.dtype, head_size: int) -> bool:  # noqa: ARG002
         return True
@@ -83,7 +85,8 @@ def make(directory: Path, *, captures: bool) -> tuple[Engine, EagerPasses]:
     engine = Engine(directory, EngineConfig(device="cpu", kv_cache_gib=0.01, seed=1), name="tiny")
     recorder = EagerPasses()
     if captures:
-        ops = replace(engine.model.ops, attention=VarlenAttention(), new_graph_recorder=lambda: recorder)
+        attention: Any = VarlenAttention()
+        ops = replace(engine.model.ops, attention=attention, new_graph_recorder=lambda: recorder)
         engine.model.ops = ops
         assert engine.model.fused is not None
         engine.model.fused.ops = ops
