@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.bench.async_train import WORLD
+from turnwise.bench.async_train import WORLD, slow_run_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,27 +86,8 @@ def _train(args: argparse.Namespace, case: SimulatedCase, directory: Path) -> fl
     from turnwise.watch.observer import Observer
 
     delays = (args.median_s, args.p99_s) if case.is_slow else (0.01, 0.02)
-    options = {
-        "model": args.model,
-        "engine.device": args.device,
-        "env.options.median_s": delays[0],
-        "env.options.p99_s": delays[1],
-        "method.loss_fn": "cispo",
-        "train.max_staleness": case.lag,
-        "train.steps": args.steps,
-        "train.tasks_per_step": args.tasks,
-        "train.num_tasks": args.steps * args.tasks,
-        "train.save_every": 0,
-        "train.max_empty_steps": args.steps,
-        "rollout.group_size": args.group_size,
-        "rollout.same_start": False,  # delays come from the seed, so every attempt has other ones
-        "eval.every": 0,
-        "eval.tasks": 0,
-        "run.dialogues": 0,
-        "run.dir": directory,
-        "cluster.placement": "separate" if case.is_separate else "colocated",
-    }
-    train(WORLD, overrides=[f"{name}={value}" for name, value in options.items()], observer=Observer())
+    more = {"run.dir": directory, "cluster.placement": "separate" if case.is_separate else "colocated"}
+    train(WORLD, overrides=slow_run_options(args, case.lag, delays, more), observer=Observer())
     with RunReader(directory) as stored:
         return statistics.fmean([value for _, value in stored.metric("time/step_s")][case.lag + 1 :])
 
