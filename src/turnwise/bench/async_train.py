@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def timed_options(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Options of a run in the world with delays whose steps are timed: it plays and trains, and does nothing else."""
-    return {
+def slow_run_options(
+    args: argparse.Namespace, lag: int, delays: tuple[float, float], more: Mapping[str, Any]
+) -> list[str]:
+    """The options of a run in the slow world: no evaluations, no checkpoints, and every attempt with its own delays.
+
+    Args:
+        delays: Median and 99th percentile of the seconds that a step of the env takes.
+        more: What this run sets besides.
+    """
+    options = {
+        "model": args.model,
+        "engine.device": args.device,
+        "env.options.median_s": delays[0],
+        "env.options.p99_s": delays[1],
+        "method.loss_fn": "cispo",
+        "train.max_staleness": lag,
         "train.steps": args.steps,
         "train.tasks_per_step": args.tasks,
         "train.num_tasks": args.steps * args.tasks,
@@ -82,8 +96,9 @@ def timed_options(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "eval.every": 0,
         "eval.tasks": 0,
         "run.dialogues": 0,
-        "run.dir": directory,
+        **more,
     }
+    return [f"{name}={value}" for name, value in options.items()]
 
 
 def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> Outcome:
@@ -91,19 +106,14 @@ def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> 
     from turnwise.training.run import evaluate, train
     from turnwise.watch.observer import Observer
 
-    options = {
-        "model": args.model,
-        "engine.device": args.device,
+    more = {
         "env.options.max_turns": args.turns,
-        "env.options.median_s": args.median_s,
-        "env.options.p99_s": args.p99_s,
-        "method.loss_fn": "cispo",
-        "train.max_staleness": lag,
         "train.learning_rate": args.learning_rate,
         "train.seed": seed,
-        **timed_options(args, directory),
+        "run.dir": directory,
     }
-    run = train(WORLD, overrides=[f"{name}={value}" for name, value in options.items()], observer=Observer())
+    options = slow_run_options(args, lag, (args.median_s, args.p99_s), more)
+    run = train(WORLD, overrides=options, observer=Observer())
     quick = {"env": {"options": {"median_s": 1e-6, "p99_s": 1e-5}}, "eval": {"tasks": args.held_out, "samples": 4}}
     success = evaluate(run, **quick).row.success  # evaluate in the same world without delays
     with RunReader(directory) as stored:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.bench.async_train import WORLD, timed_options
+from turnwise.bench.async_train import WORLD, slow_run_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +86,8 @@ def _train(args: argparse.Namespace, case: SimulatedCase, directory: Path) -> fl
     from turnwise.watch.observer import Observer
 
     delays = (args.median_s, args.p99_s) if case.is_slow else (0.01, 0.02)
-    options = {
-        "model": args.model,
-        "engine.device": args.device,
-        "env.options.median_s": delays[0],
-        "env.options.p99_s": delays[1],
-        "method.loss_fn": "cispo",
-        "train.max_staleness": case.lag,
-        **timed_options(args, directory),
-        "cluster.placement": "separate" if case.is_separate else "colocated",
-    }
-    train(WORLD, overrides=[f"{name}={value}" for name, value in options.items()], observer=Observer())
+    more = {"run.dir": directory, "cluster.placement": "separate" if case.is_separate else "colocated"}
+    train(WORLD, overrides=slow_run_options(args, case.lag, delays, more), observer=Observer())
     with RunReader(directory) as stored:
         return statistics.fmean([value for _, value in stored.metric("time/step_s")][case.lag + 1 :])
 

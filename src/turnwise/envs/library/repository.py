@@ -37,7 +37,7 @@ from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.repository_tickets import (
     FILES,
     LEVELS,
-    RepositorySize,
+    RepoSize,
     draw_repo,
     expression,
     open_ticket,
@@ -91,7 +91,7 @@ class Repository:
         check_fractions(self, "demonstration_skill")
 
     @property
-    def size(self) -> RepositorySize:
+    def size(self) -> RepoSize:
         size = LEVELS[self.level]
         return replace(size, files=self.files or size.files, tickets=self.tickets or size.tickets)
 

@@ -30,7 +30,7 @@ Function = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class RepositorySize:
+class RepoSize:
     """How big a repo is, and what its tickets are like."""
 
     files: int
@@ -45,23 +45,23 @@ class RepositorySize:
     """A comment above each function says what it is. Else only the numbers of the tests do."""
 
 
-LEVELS: tuple[RepositorySize, ...] = (
-    RepositorySize(1, 1, 1, depth=0, renames=0.0, has_comments=True),
-    RepositorySize(1, 2, 2, depth=0, renames=0.0, has_comments=True),
-    RepositorySize(2, 2, 4, depth=0, renames=0.0, has_comments=True),
-    RepositorySize(2, 2, 6, depth=1, renames=0.2, has_comments=True),
-    RepositorySize(3, 2, 13, depth=1, renames=0.25, has_comments=True),
-    RepositorySize(4, 2, 20, depth=2, renames=0.25, has_comments=True),
-    RepositorySize(5, 3, 24, depth=3, renames=0.3, has_comments=True),
-    RepositorySize(5, 3, 26, depth=3, renames=0.3, has_comments=False),
-    RepositorySize(6, 3, 30, depth=4, renames=0.35, has_comments=False),
-    RepositorySize(7, 4, 36, depth=5, renames=0.35, has_comments=False),
-    RepositorySize(8, 4, 44, depth=6, renames=0.4, has_comments=False),
+LEVELS: tuple[RepoSize, ...] = (
+    RepoSize(1, 1, 1, depth=0, renames=0.0, has_comments=True),
+    RepoSize(1, 2, 2, depth=0, renames=0.0, has_comments=True),
+    RepoSize(2, 2, 4, depth=0, renames=0.0, has_comments=True),
+    RepoSize(2, 2, 6, depth=1, renames=0.2, has_comments=True),
+    RepoSize(3, 2, 13, depth=1, renames=0.25, has_comments=True),
+    RepoSize(4, 2, 20, depth=2, renames=0.25, has_comments=True),
+    RepoSize(5, 3, 24, depth=3, renames=0.3, has_comments=True),
+    RepoSize(5, 3, 26, depth=3, renames=0.3, has_comments=False),
+    RepoSize(6, 3, 30, depth=4, renames=0.35, has_comments=False),
+    RepoSize(7, 4, 36, depth=5, renames=0.35, has_comments=False),
+    RepoSize(8, 4, 44, depth=6, renames=0.4, has_comments=False),
 )
 """From one line to change in one file, to six files that call each other and say nothing about themselves."""
 
 
-def draw_repo(size: RepositorySize, rng: random.Random) -> dict[str, Any]:
+def draw_repo(size: RepoSize, rng: random.Random) -> dict[str, Any]:
     """A repo and its tickets, as JSON values."""
     names = rng.sample(NAMES, size.files * size.functions)
     functions: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ def _draw_step(rng: random.Random) -> dict[str, Any]:
     return {"operator": rng.choice(tuple(_OPERATORS)), "constant": rng.randint(2, 9)}
 
 
-def _draw_ticket(functions: Sequence[Function], size: RepositorySize, rng: random.Random) -> dict[str, Any]:
+def _draw_ticket(functions: Sequence[Function], size: RepoSize, rng: random.Random) -> dict[str, Any]:
     if rng.random() < size.renames:
         taken = {one["name"] for one in functions}
         return {"rename": rng.choice(functions)["name"], "to": rng.choice([one for one in NAMES if one not in taken])}
