@@ -38,7 +38,7 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-class CpuClock(TrainerCallback):
+class StepClock(TrainerCallback):
     """Reads both clocks at the end of every step."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class CpuClock(TrainerCallback):
         self.readings.append((cpu_seconds(), time.perf_counter()))
 
 
-class Dialogues:
+class TrlDialogues:
     """Plays the turns of all dialogues of a step; prompts and the world's tokens come from the load."""
 
     def __init__(self, load: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ def run(load: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     dtype = getattr(torch, load["dtype"])
     model = AutoModelForCausalLM.from_pretrained(load["model"], dtype=dtype)
-    dialogues, clock = Dialogues(load), CpuClock()
+    dialogues, clock = TrlDialogues(load), StepClock()
     num_dialogues = len(load["prompts"]) * load["group_size"]
     with tempfile.TemporaryDirectory() as place:
         config = GRPOConfig(
