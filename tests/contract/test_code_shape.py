@@ -146,8 +146,8 @@ def code_lines(path: Path) -> list[str]:
         if isinstance(node, Function):
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
             left_out.update(range(first, node.body[0].lineno))
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+        is_action = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Expr) and not is_action:
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     kept = [line for number, line in enumerate(lines, start=1) if number not in left_out]
