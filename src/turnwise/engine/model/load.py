@@ -70,8 +70,7 @@ class CausalModel:
         check_supported(config.to_dict())
         host = torch.device("cpu") if exchange is not None else device
         model = _load(directory, config, dtype) if not is_random(directory) else _draw(config, dtype, host)
-        self.config = config
-        self.arch = type(model).__name__
+        self.config, self.arch = config, type(model).__name__
         self.device, self.dtype = device, dtype
         self.ops = for_device(device)
         self.activation_dtype = torch.float32 if self.ops.facts.has_wide_activations else dtype
