@@ -247,7 +247,8 @@ def build_parser() -> argparse.ArgumentParser:
         "dialogues), tenants (many adapters), busy (a machine with other work), rollout (slow envs), async (training "
         "ahead of slow envs), sandbox (cost of the sandbox), service (cost of HTTP), learners (several processes that "
         "train), env-workers (several processes that play), simulation (cluster simulate against real runs), families "
-        "(every model family against transformers)",
+        "(every model family against transformers), step (whole GRPO steps), worlds (an expert and a random policy "
+        "in every world)",
     )
     return parser
 
