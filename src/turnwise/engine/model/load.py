@@ -73,8 +73,6 @@ class CausalModel:
         self.config, self.arch = config, type(model).__name__
         self.device, self.dtype = device, dtype
         self.ops = for_device(device)
-        self.activation_dtype = torch.float32 if self.ops.facts.has_wide_activations else dtype
-        """Of activations, keys and values, and adapters in use."""
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), host)
         self.max_context_length = context_length(config.to_dict(), wanted_context)
@@ -109,6 +107,11 @@ class CausalModel:
         """How the weights are cut, if this process holds only a part of them."""
         self.eos_ids = _eos_ids(model)
         self.kv_shape = _kv_shape(self.sizes)
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """Of activations, keys and values, and adapters in use."""
+        return torch.float32 if self.ops.facts.has_wide_activations else self.dtype
 
     def _fix_angles(self, model: PreTrainedModel) -> None:
         """Compute the angles of all positions once, if the family has angles that do not depend on the sequence."""
