@@ -72,7 +72,7 @@ class ProductKernel:
             if tensor.shape != shape or tensor.dtype is not wanted or not tensor.is_cpu:
                 raise DataError(
                     f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} in the product of {rows} x {depth} "
-                    f"and {depth} x {cols}; expected {wanted} {shape} on the CPU"
+                    f"and {depth} x {cols}; expected {str(wanted).removeprefix('torch.')} {shape} on the CPU"
                 )
         if is_paired and not _is_paired_as_it_lies(a_MK, b_KN):
             raise DataError(
