@@ -129,6 +129,7 @@ async def sample_with_adapters(calls: VllmEngineCalls, new: Any, adapter: Path) 
     scored = await dialect.generate(
         SampleRequest((*PROMPT, *ended.tokens), SamplingParams(max_tokens=1), 1, True), weights
     )
+    assert scored.prompt_logprobs is not None
     assert is_near(scored.prompt_logprobs[len(PROMPT) :], logprobs_by(new, ended))
     await dialect.unload(weights)
     with pytest.raises(ServerGoneError, match="has no adapter"):
@@ -161,6 +162,7 @@ async def replace_under_a_reply(calls: VllmEngineCalls, trainers: tuple[Any, Any
         at = versions.index(5)
         assert versions == [4] * at + [5] * (NUM_DRAWN - at)
         assert at > 1
+        assert sequence.logprobs is not None
         assert is_near(sequence.logprobs[:at], logprobs_by(old, sequence)[:at]), choice
         if choice == "recompute":
             assert is_near(sequence.logprobs[at + 1 :], logprobs_by(new, sequence)[at + 1 :])

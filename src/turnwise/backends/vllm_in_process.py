@@ -25,7 +25,7 @@ from typing import Any
 from turnwise.backends.servers import reaper
 from turnwise.backends.servers.dialect import ServerDialect
 from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
-from turnwise.backends.servers.launch import MAX_STARTS, QUIET_S, OwnSampler
+from turnwise.backends.servers.launch import MAX_STARTS, QUIET_S
 from turnwise.backends.servers.python import check_arguments, check_module
 from turnwise.backends.servers.vllm_calls import ASK_S, GENERATE_S, LOAD_S, VllmCalls, VllmModel
 from turnwise.backends.servers.vllm_dialect import VllmDialect
@@ -284,7 +284,7 @@ class VllmInProcessPublisher(VllmPublisher):
     def describe(cls, rollout: RolloutConfig) -> str:
         return f"vLLM in this process {' '.join(rollout.server_args)}".rstrip()
 
-    def make_own(self) -> OwnSampler:
+    def make_own(self) -> VllmEngine:
         self.check_device()
         variables = {name: value for name, value in self.environment().items() if name != "PYTHONPATH"}
         log, start_s = self.setup.run_directory / "vllm.log", self.setup.rollout.server_start_s

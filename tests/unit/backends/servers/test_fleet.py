@@ -401,7 +401,8 @@ async def test_servers_sleep_when_their_requests_are_done_and_wake_for_the_next_
         assert not resting.done()
         assert not any(server.is_asleep for server in servers), "replies under way are drawn to their end"
         gate.set()
-        await asyncio.gather(*under_way, resting)
+        await asyncio.gather(*under_way)
+        await resting
         assert all(server.is_asleep for server in servers)
         await fleet.retire(version(1))
         await asyncio.sleep(0.1)  # health checks go on
