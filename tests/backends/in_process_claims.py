@@ -44,11 +44,12 @@ def is_near(one: Any, other: Any) -> bool:
 
 
 def engine_cores(log: Path) -> list[int]:
-    """Children of this process that write vLLM's log."""
+    """Children of this process that write vLLM's log, but for Python's resource tracker, which ends with this process."""
     found = []
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
-            if link.readlink() == log and int(link.parts[2]) != os.getpid():
+            is_tracker = b"resource_tracker" in (link.parents[1] / "cmdline").read_bytes()
+            if link.readlink() == log and int(link.parts[2]) != os.getpid() and not is_tracker:
                 found.append(int(link.parts[2]))
         except OSError:
             continue
@@ -86,6 +87,9 @@ def train_over_a_killed_engine(model: Path, directory: Path, echo: str) -> None:
         attempts = [run.attempt(row.id) for row in run.attempts(phase="train")]
     drawn = {(one.row.step, version) for one in attempts for turn in one.trajectory.turns for version in turn.versions}
     assert {step - version for step, version in drawn} == {1}, "a step learns from the version before it"
+    until_s = time.monotonic() + 60
+    while engine_cores(directory / "vllm.log") and time.monotonic() < until_s:
+        time.sleep(0.1)
     assert not engine_cores(directory / "vllm.log"), "nothing is left"
     assert not (directory / "served").exists(), "what nobody uses any more is unloaded and deleted"
 

@@ -50,7 +50,7 @@ def test_an_engine_in_the_process_does_what_a_server_does_and_dies_with_a_proces
             assert engine_processes(tmp_path), "the engine runs"
         finally:
             process.send_signal(signal.SIGKILL)
-            process.wait()
+            process.communicate()
     until_s = time.monotonic() + 60
     while engine_processes(tmp_path) and time.monotonic() < until_s:
         time.sleep(0.1)

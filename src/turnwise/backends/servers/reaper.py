@@ -11,18 +11,25 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 
-def kill_marked(mark: str) -> None:
-    """Kill every process that was started with this variable. Python's resource tracker, which serves all processes of
-    the starter, ends with them by itself."""
-    wanted = mark.encode()
+GONE_S = 30.0
+"""How long killed processes may take to be gone."""
+
+
+def kill_marked(mark: str) -> bool:
+    """Kill every process that was started with this variable; returns whether there was one. Python's resource tracker,
+    which serves all processes of the starter, ends with them by itself."""
+    wanted, found = mark.encode(), False
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             is_marked = wanted in file.read_bytes().split(b"\0")
             if is_marked and b"resource_tracker" not in file.with_name("cmdline").read_bytes():
+                found = True
                 os.kill(int(file.parts[2]), signal.SIGKILL)
+    return found
 
 
 if __name__ == "__main__":
@@ -30,4 +37,6 @@ if __name__ == "__main__":
         signal.signal(ending, signal.SIG_IGN)  # the end comes through standard input
     while os.read(0, 1024):
         pass
-    kill_marked(sys.argv[1])
+    until_s = time.monotonic() + GONE_S
+    while kill_marked(sys.argv[1]) and time.monotonic() < until_s:  # the starter waits for us, and then none is left
+        time.sleep(0.02)
