@@ -14,7 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-
 GONE_S = 30.0
 """How long killed processes may take to be gone."""
 
