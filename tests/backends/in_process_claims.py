@@ -44,7 +44,7 @@ def is_near(one: Any, other: Any) -> bool:
 
 
 def engine_cores(log: Path) -> list[int]:
-    """Children of this process that write vLLM's log, but for Python's resource tracker, which ends with this process."""
+    """Children of this process that write vLLM's log; Python's resource tracker is none of them."""
     found = []
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
