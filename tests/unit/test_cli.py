@@ -76,7 +76,7 @@ def test_users_mistake_is_one_message_and_exit_code_2(capsys: pytest.CaptureFixt
 def test_unknown_command_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["modle"])
-    assert "invalid choice: 'modle'" in capsys.readouterr().err
+    assert "no 'modle'; did you mean 'model'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["model"], ["bench"]])
