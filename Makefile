@@ -71,8 +71,8 @@ browser:
 # other. Three on two cores, because many tests wait: for deadlines, sandboxes, other processes. Each piece prints its
 # result when it is done.
 JOBS ?= 3
-FOLDERS := $(filter-out contract unit,$(notdir $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))))
-PIECES := $(addprefix test-,services $(FOLDERS) documents units worlds)
+FOLDERS := $(filter-out contract e2e unit,$(notdir $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))))
+PIECES := $(addprefix test-,runs services $(FOLDERS) clusters documents units worlds)
 test: $(STAMP) sandbox browser
 	@rm -rf $(addprefix .pytest_cache/,$(PIECES) $(addsuffix .failed,$(PIECES))); mkdir -p .pytest_cache
 	$(if $(ARGS),$(BIN)/python -m pytest -q $(ARGS),@$(MAKE) --no-print-directory -k -O -j$(JOBS) $(PIECES))
@@ -82,6 +82,7 @@ TESTS := $(BIN)/python -m pytest -q
 PIECE = $(TESTS) -o cache_dir=.pytest_cache/$@
 FAILED = || { touch .pytest_cache/$@.failed; exit 1; }
 SERVICES := $(wildcard $(addprefix tests/contract/test_,*_sdk.py *_client.py service_*.py cookbook.py adapters_packages.py))
+CLUSTERS := $(wildcard $(addprefix tests/e2e/test_,cluster_*.py env_workers.py *learners.py ray.py samplers.py sglang.py torchrun.py full_weights.py))
 WORLDS := tests/unit/envs
 PLAY := $(addprefix tests/unit/,judges rollout single_turn)
 test-services: $(STAMP)
@@ -89,6 +90,12 @@ test-services: $(STAMP)
 
 test-documents: $(STAMP)
 	$(PIECE) $(addprefix --ignore ,$(SERVICES)) tests/contract $(FAILED)
+
+test-clusters: $(STAMP)
+	$(PIECE) $(CLUSTERS) $(FAILED)
+
+test-runs: $(STAMP)
+	$(PIECE) $(addprefix --ignore ,$(CLUSTERS)) tests/e2e $(FAILED)
 
 test-worlds: $(STAMP)
 	$(PIECE) $(WORLDS) $(PLAY) $(FAILED)
