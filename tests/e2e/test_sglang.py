@@ -158,7 +158,9 @@ def test_servers_on_the_trainers_device_give_their_memory_back_while_it_learns(
     threading.Thread(target=kill_one_that_sleeps, daemon=True).start()
     quick = ("rollout.server_wait_s=30", "train.save_every=1")
     assert train(tmp_path, stubs, *small, *quick, "train.steps=3") == 0
-    assert [len(stub.sleeps) for stub in stubs] == [1, 3, 3], "before each step learns"
+    killed, *others = [len(stub.sleeps) for stub in stubs]
+    assert others == [3, 3], "before each step learns"
+    assert 1 <= killed <= 3, "it was killed in one of its sleeps"
     assert not any(stub.is_asleep for stub in stubs[1:]), "the run ends with servers that are awake"
     with RunReader(tmp_path / "run") as run:
         assert [(row.step, row.is_exact) for row in run.certificates()] == [(1, True), (3, True)]

@@ -135,6 +135,7 @@ def filters_narrow_the_list_and_live_in_the_address(page):
     page.keyboard.press("Enter")
     expect(page.get_by_role("link", name=re.compile("^attempt "))).to_have_count(1)
     page.get_by_role("button", name="Clear").click()
+    expect(page.get_by_role("link", name=re.compile("^attempt "))).to_have_count(5)  # the cleared form is there
     page.get_by_role("group", name="reward").get_by_label("from").fill("0.9")
     page.keyboard.press("Enter")
     expect(page.get_by_role("link", name=re.compile("^attempt "))).to_have_count(1)
