@@ -20,7 +20,7 @@ ARGS ?=
 MODEL ?= smollm2
 NAME ?= service_load
 PRESET ?= $(if $(filter tiny,$(MODEL)),guess_number_tiny,text_to_sql)
-QUICK := $(if $(filter guess_number_tiny,$(PRESET)),warmup.steps=300 train.steps=80 eval.every=40)
+QUICK := $(if $(filter guess_number_tiny,$(PRESET)),warmup.steps=250 train.steps=60 eval.every=20)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -68,9 +68,11 @@ browser:
 			'apt-get install chromium' >&2; }
 
 # Without ARGS the tests run in pieces, JOBS at a time: the next piece starts when one is done, so no core waits for the
-# other. Three on two cores, because many tests wait: for deadlines, sandboxes, other processes. Each piece prints its
+# other. Four on two cores, because many tests wait: for deadlines, sandboxes, other processes. Each piece prints its
 # result when it is done.
-JOBS ?= 3
+# Their order changes from day to day, because no test may rely on another; ORDER=N repeats one.
+JOBS ?= 4
+ORDER ?= $(shell date +%j)
 FOLDERS := $(filter-out contract e2e unit,$(notdir $(patsubst %/,%,$(sort $(dir $(wildcard tests/*/test_*.py))))))
 PIECES := $(addprefix test-,runs services $(FOLDERS) clusters documents units worlds)
 test: $(STAMP) sandbox browser
@@ -79,7 +81,7 @@ test: $(STAMP) sandbox browser
 
 .PHONY: $(PIECES) test-again
 TESTS := $(BIN)/python -m pytest -q
-PIECE = $(TESTS) -o cache_dir=.pytest_cache/$@
+PIECE = $(TESTS) --random-order $(ORDER) --durations 12 -o cache_dir=.pytest_cache/$@
 FAILED = || { touch .pytest_cache/$@.failed; exit 1; }
 SERVICES := $(wildcard $(addprefix tests/contract/test_,*_sdk.py *_client.py service_*.py cookbook.py adapters_packages.py))
 CLUSTERS := $(wildcard $(addprefix tests/e2e/test_,cluster_*.py env_workers.py *learners.py ray.py samplers.py sglang.py torchrun.py full_weights.py))

@@ -118,7 +118,9 @@ def show(result: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    table = Table(title=f"{result['bench']}: {result['model']} on {result['machine']}", show_header=False)
+    model = f": {result['model']}" if "model" in result else ""
+    where = result.get("machine") or machine(torch.device("cpu"))
+    table = Table(title=f"{result['bench']}{model} on {where}", show_header=False)
     for key, value in result.items():
         if key not in ("bench", "model", "machine"):
             table.add_row(key, f"{value:.3g}" if isinstance(value, float) else str(value))

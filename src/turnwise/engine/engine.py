@@ -272,6 +272,7 @@ class Engine:
     def close(self) -> None:
         """Drop everything that holds memory."""
         self._references.clear()
+        self.sampler.close()
         del self.sampler, self.trainer, self.model
 
     def make_jobs(

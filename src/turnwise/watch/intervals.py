@@ -37,9 +37,10 @@ class Interval:
     high: float
 
     def percent(self) -> str:
+        """As a share: ends outside of [0, 1], which Student's interval may have, are cut."""
         if math.isnan(self.value):
             return "not measured"
-        return f"{self.value:.1%} [{self.low:.1%}, {self.high:.1%}]"
+        return f"{self.value:.1%} [{max(self.low, 0.0):.1%}, {min(self.high, 1.0):.1%}]"
 
     def number(self) -> str:
         if math.isnan(self.value):

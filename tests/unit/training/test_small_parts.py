@@ -97,6 +97,12 @@ def test_nothing_measured_is_nan() -> None:
     assert mean_interval([[]]).number() == "not measured"
 
 
+def test_a_share_is_shown_inside_of_0_and_100_percent() -> None:
+    over_seeds = mean_interval([[0.98], [0.70], [0.95]])
+    assert over_seeds.high > 1
+    assert over_seeds.percent().endswith(", 100.0%]")
+
+
 def test_the_success_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     """Few tasks and many samples of each are the hard case; the truth is the mean of the rates that tasks come from."""
     rng = np.random.default_rng(0)

@@ -224,6 +224,10 @@ class Sampler:
         for pool in self.pools:
             pool.clear()
 
+    def close(self) -> None:
+        """Let the memory go when nothing refers to this any more, and not at the next garbage collection."""
+        self.scheduler.settle = lambda: False
+
     def _settle(self) -> bool:
         """Wait for the tokens of the launched step and add them to their rows; False if there are none."""
         launched, self._launched = self._launched, None

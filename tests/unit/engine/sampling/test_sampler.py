@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,18 @@ def engine(tiny_dir: Path) -> Engine:
 def free_sample(engine: Engine, max_tokens: int = 40, seed: int = 3) -> list[int]:
     """What is sampled when nothing stops it."""
     return list(sample(engine, PROMPT, engine.base_policy, max_tokens=max_tokens, seed=seed).sequences[0].tokens)
+
+
+def test_a_closed_engine_frees_its_memory_without_a_garbage_collection(tiny_dir: Path) -> None:
+    engine = Engine(tiny_dir, EngineConfig(device="cpu", kv_cache_gib=0.01, seed=1), name="tiny")
+    free_sample(engine)
+    parts = [weakref.ref(part) for part in (engine.model, engine.sampler, engine.sampler.cache, engine.trainer)]
+    gc.disable()
+    try:
+        engine.close()
+        assert [part() for part in parts] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_a_stop_token_ends_the_sequence_and_is_returned(engine: Engine) -> None:
