@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-order", type=int, metavar="SEED", help="shuffle the modules, and the tests of each")
 
 
-MODEL_WORK = ("unit/bench", "unit/service", "unit/engine/kernels", "backends", "numerics", "e2e")
+MODEL_WORK = ("unit/bench", "unit/service", "unit/engine/ops", "backends", "numerics", "e2e")
 """Folders whose tests load an engine or build kernels; elsewhere a module says so with the marker `model`."""
 
 

@@ -103,6 +103,7 @@ class OpponentPool:
         """How often each member is drawn. Weights of what is not there yet go to the others."""
         config, last = self.config, list(self.snapshots)[-self.config.keep_last :]
         weights: dict[str, float] = {}
+        best = self.best if config.best_weight else None
 
         def give(names: Sequence[str], weight: float) -> None:
             for name in names:
@@ -110,7 +111,7 @@ class OpponentPool:
 
         give([] if self.base is None else [self.base.name], config.base_weight)
         give(last, config.last_weight)
-        give([self.best] if self.best is not None else [], config.best_weight)
+        give([] if best is None else [best], config.best_weight)
         give(list(self.scripts), config.scripted_weight)
         total = sum(weights.values())
         return {name: weight / total for name, weight in weights.items() if weight}

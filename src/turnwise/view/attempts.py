@@ -87,6 +87,9 @@ class AttemptLists:
         for name, directory in runs.items():
             index = self._worker.index(directory, with_texts=bool(chosen.text))
             with index.opened() as database:
+                # Before the rows: the index grows meanwhile, and what is said to be searched must be in them.
+                searched, everything = _progress(database)
+                num_searched, num_all = num_searched + searched, num_all + everything
                 table = _table(index, database, chosen)
                 where, values = _where(chosen)
                 order_by = "time DESC, id DESC" if order == "newest" and len(runs) > 1 else ORDERS[order]
@@ -95,8 +98,6 @@ class AttemptLists:
                 window = (size, first) if len(runs) == 1 else (first + size, 0)
                 rows += [{"run": name, **dict(row)} for row in database.execute(asked, (*values, *window))]
                 total += database.execute(f"SELECT count(*) FROM {table} WHERE {where}", values).fetchone()[0]
-                searched, everything = _progress(database)
-                num_searched, num_all = num_searched + searched, num_all + everything
         shown = rows if len(runs) == 1 else sorted(rows, key=lambda row: _sort_key(row, order))[first : first + size]
         self.add_previews(runs, shown)
         return {
