@@ -108,7 +108,7 @@ def test_samples_follow_the_models_distribution(make_engine: MakeEngine) -> None
         return torch.softmax(naive.logits(ids)[-1] / 0.8, dim=-1).detach().double().numpy()
 
     first = probs(prompt)
-    second = sum(chance * probs([*prompt, token]) for token, chance in enumerate(first))
+    second = np.sum([chance * probs([*prompt, token]) for token, chance in enumerate(first)], axis=0)
     counts = np.bincount([s.tokens[1] for s in reply.sequences], minlength=len(first))
     common = second * count >= 8
     expected, seen = second[common] * count, counts[common]
@@ -193,17 +193,9 @@ def test_a_small_cache_stops_forks_and_cancelled_requests_change_no_token(
 
 
 def test_layers_with_windows_give_back_blocks_under_drafts(tmp_path: Path, make_engine: MakeEngine) -> None:
-    shape: dict[str, Any] = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "sliding_window": 21,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 21}
+    shape: dict[str, Any] = {**sizes, **heads, "layer_types": ["sliding_attention", "full_attention"] * 2}
     directory = make_model(CONFIG_MAPPING["gemma3_text"](**shape), tmp_path / "gemma3")
     found: dict[str, list[SampleResponse]] = {}
     for speculation in ("none", "suffix"):

@@ -29,8 +29,6 @@ from turnwise.renderers.dialogue import dialogue_to_turns
 from turnwise.types import AdamParams, Datum, LoraConfig, SampleRequest, SampleResponse, SamplingParams
 
 SEED = 0
-NUM_SHOWN = 16
-"""Demonstrations that `--train-steps` imitates, all of them in each step."""
 LEARNING_RATE = 2e-3
 
 
@@ -41,6 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attempts", type=int, default=8, help="attempts at each task, sampled together")
     parser.add_argument("--reply", type=int, default=64, help="most tokens in each reply")
     parser.add_argument("--temperature", type=float, default=1.0, help="temperature of all replies")
+    parser.add_argument("--shown", type=int, default=16, help="demonstrations that each step of imitation learns from")
     parser.add_argument("--train-steps", type=int, default=0, help="steps of imitation before anything is sampled")
 
 
@@ -56,6 +55,8 @@ class _Play:
     """All attempts at all tasks, once."""
 
     seconds: float
+    cpu_s: float
+    """Processor time of all threads."""
     replies: list[list[int]]
     num_drafted: int
     num_accepted: int
@@ -90,13 +91,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "machine": machine(engines[0].device),
         "dtype": str(engines[0].dtype).removeprefix("torch."),
         "load": f"{args.tasks} tasks of {args.world} x {args.attempts} attempts, up to {args.reply} tokens, at "
-        f"temperature {args.temperature:g}, after {args.train_steps} steps of imitation; {args.repeats} times",
+        f"temperature {args.temperature:g}, after {args.train_steps} steps of imitation; {args.repeats} plays",
         "tokens_per_reply": statistics.fmean(len(reply) for play in guessed for reply in play.replies),
         "without_tokens_per_s": _speed(without),
         "tokens_per_s": _speed(guessed),
         "speedup": _speed(guessed) / _speed(without),
         "speedup_least": ratios[0],
         "speedup_most": ratios[-1],
+        "cpu_speedup": _per_cpu_second(guessed) / _per_cpu_second(without),
         "draft_tokens": drafted,
         "draft_accepted_share": sum(play.num_accepted for play in guessed) / drafted if drafted else 0.0,
         "without_steps": sum(play.num_steps for play in without),
@@ -109,6 +111,10 @@ def _speed(plays: Sequence[_Play]) -> float:
     return sum(play.num_tokens for play in plays) / sum(play.seconds for play in plays)
 
 
+def _per_cpu_second(plays: Sequence[_Play]) -> float:
+    return sum(play.num_tokens for play in plays) / sum(play.cpu_s for play in plays)
+
+
 def _read_load(args: argparse.Namespace) -> _Load:
     world = get_world(args.world)
     renderer = get_renderer(load_tokenizer(model_directory(args.model)))
@@ -116,7 +122,7 @@ def _read_load(args: argparse.Namespace) -> _Load:
     if len(asked) < args.tasks:
         raise ConfigError(f"--world {args.world} demonstrates {len(asked)} of {args.tasks} tasks; ask for fewer")
     prompts = [list(dialogue_to_turns(renderer, messages)[0].prompt_ids) for messages in asked]
-    shown = world.demonstrations(NUM_SHOWN, SEED) if args.train_steps else []
+    shown = world.demonstrations(args.shown, SEED) if args.train_steps else []
     datums = [
         datum
         for messages in shown
@@ -140,7 +146,7 @@ def _play(engine: Engine, policy: Policy, load: _Load, args: argparse.Namespace,
     replies: dict[int, SampleResponse] = {}
     asked = [prompt for prompt in load.prompts for _ in range(args.attempts)]
     engine.sampler.drop_cache()
-    started_s = time.perf_counter()
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
     for index, prompt in enumerate(asked):
 
         def keep(reply: SampleResponse | BaseException, index: int = index) -> None:
@@ -156,10 +162,11 @@ def _play(engine: Engine, policy: Policy, load: _Load, args: argparse.Namespace,
     while engine.sampler.has_work:
         engine.sampler.step()
         num_steps += 1
-    seconds = time.perf_counter() - started_s
+    seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
     found = [replies[index] for index in range(len(asked))]
     return _Play(
         seconds=seconds,
+        cpu_s=cpu_s,
         replies=[list(reply.sequences[0].tokens) for reply in found],
         num_drafted=sum(reply.num_draft_tokens for reply in found),
         num_accepted=sum(reply.num_accepted_draft_tokens for reply in found),

@@ -105,9 +105,9 @@ def test_what_a_server_cannot_promise_is_refused() -> None:
 def test_guesses_are_refused_where_nobody_makes_them_and_where_they_would_change_bits() -> None:
     guess = "engine.speculation=suffix"
     assert load_config("guess_number", [guess]).engine_in_use.speculation == "suffix"
-    with pytest.raises(ConfigError, match="speculation=suffix is not read with rollout.backend=vllm"):
+    with pytest.raises(ConfigError, match=r"speculation=suffix is not read with rollout\.backend=vllm"):
         load_config("guess_number", [guess, "rollout.backend=vllm"])
-    with pytest.raises(ConfigError, match="speculation=suffix with rollout.deterministic"):
+    with pytest.raises(ConfigError, match=r"speculation=suffix with rollout\.deterministic"):
         load_config("guess_number", [guess, "rollout.deterministic=true"])
 
 

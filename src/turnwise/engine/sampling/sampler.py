@@ -208,7 +208,9 @@ class Sampler:
         On a GPU the pass is only launched. Meanwhile the tokens of the previous pass are read, so the GPU never waits
         for the host. A row that turns out to have stopped gets one extra token, which is dropped.
         """
-        started_s = time.perf_counter()
+        # What other programs do to a CPU meanwhile is not what a pass costs; a GPU works while the thread waits for it.
+        clock = time.perf_counter if self.ops.facts.is_async else time.thread_time
+        started_s = clock()
         self._booked = None
         with torch.inference_mode():
             launched = self._launch()
@@ -218,8 +220,7 @@ class Sampler:
                 self._book(launched)
         booked = self._booked
         if self.speculation is not None and booked is not None and not booked.has_prompts:
-            seconds = time.perf_counter() - started_s
-            self.speculation.costs.add(booked.num_decoded, has_drafts=booked.has_drafts, seconds=seconds)
+            self.speculation.costs.add(booked.num_decoded, has_drafts=booked.has_drafts, seconds=clock() - started_s)
 
     def warm_up(self, policy: Policy, max_context: int) -> Generator[None, None, int]:
         """Capture the decode graphs of one policy for contexts of up to `max_context` tokens; returns how many.
@@ -395,6 +396,7 @@ class Sampler:
     def _book(self, launched: _LaunchedStep) -> None:
         """Read the tokens of a step, append them to their rows, and release the rows that are complete."""
         self._booked = launched
+        num_right = 0
         for rows, drawn in launched.wait():
             tokens, logprobs = drawn
             for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
@@ -407,6 +409,7 @@ class Sampler:
                         continue
                     row = row.parent
                     request.num_guessed_right += 1
+                    num_right += 1
                     self.scheduler.finish_decode([row])  # the guessed token ran, too
                 if token < 0 or logprob != logprob:
                     self._fail(request, DataError("the model's logits are not finite; are the weights damaged?"))
@@ -417,6 +420,8 @@ class Sampler:
                 is_stop = self.stops.is_stop(row)
                 if is_stop or len(row.logprobs) >= request.max_tokens:
                     self._complete(row, is_stop=is_stop)
+        if self.speculation is not None and launched.has_drafts:
+            self.speculation.checked(num_right)
 
     def _complete(self, row: Row, *, is_stop: bool) -> None:
         request = row.request

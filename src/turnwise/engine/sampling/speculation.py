@@ -27,15 +27,21 @@ MOST_DRAFTED = 16
 """Tokens of one draft."""
 MOST_AHEAD = 64
 """Tokens of all drafts of a pass."""
-MARGIN = 1.1
-"""A draft should gain this much more than it costs, by what is known."""
+MARGIN, LEAST_GAIN = 1.15, 1.02
+"""A guessed token should gain this much more than it costs, and all of them make a pass this much faster, by what is
+known."""
 BEST_SHARE = 0.9
 """If a row's own cost is more than this share of a pass's time per row, hardly any guess is sure enough."""
-MOST_IDLE, MOST_REST = 8, 64
+LEAST_PASS_S = 4e-3
+"""To look costs the host as much as a guess can win, if a pass on a CPU is shorter: a model for tests."""
+MOST_IDLE, MOST_REST = 4, 64
 """After this many passes without a draft, this many more pass without a look, in the end."""
-_RATE_MEMORY, _COST_MEMORY = 0.995, 0.98
+PASSES_PER_PLAIN = 24
+"""One pass of so many is without a look, to know what looking costs."""
+_RATE_MEMORY, _COST_MEMORY, _TRUST_MEMORY = 0.995, 0.98, 0.98
 _ROW_PRIOR, _DRAFT_PRIOR = 64.0, 2.0
 """How much is believed of the costs before they are measured."""
+_PASSES_PER_ESTIMATE = 8
 _LONGEST_PASS = 3.0
 """A pass that takes longer, compared with what is expected, counts as one that took this much."""
 
@@ -44,7 +50,7 @@ class HitRates:
     """How often the token after a match is the next one, by the number of tokens that agree: 2, 4, 8, .."""
 
     def __init__(self) -> None:
-        self._hits = [1.0] * 7
+        self._hits = [0.5] * 7  # little is believed of a place before it has told something
         self._trials = [2.0] * 7
 
     def add(self, length: int, *, is_right: bool) -> None:
@@ -57,9 +63,28 @@ class HitRates:
         return self._hits[kind] / self._trials[kind]
 
 
+class Trust:
+    """How many of the drafted tokens were right, compared with how many should have been: at most 1."""
+
+    def __init__(self) -> None:
+        self._expected = self._right = 4.0
+
+    @property
+    def factor(self) -> float:
+        return min(1.0, self._right / self._expected)
+
+    def add(self, expected: float, num_right: int) -> None:
+        self._expected = self._expected * _TRUST_MEMORY + expected
+        self._right = self._right * _TRUST_MEMORY + num_right
+
+    def recover(self) -> None:
+        """Nothing was drafted: after some time, try again."""
+        self._right += (self._expected - self._right) * (1 - _TRUST_MEMORY)
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a decode pass: `base` + `row` for each of its rows, + `draft` if there are drafts among them."""
+    """Seconds of a decode pass: `base` + `row` for each of its rows, + `draft` if drafts were looked for."""
 
     base: float
     row: float
@@ -77,26 +102,31 @@ class PassCosts:
     """
 
     def __init__(self, *, row: float, draft: float) -> None:
-        self._products = np.zeros((3, 3))
-        self._sums = np.zeros(3)
         beliefs = (_ROW_PRIOR, np.array([row, -1.0, 0.0])), (_DRAFT_PRIOR, np.array([draft, 0.0, -1.0]))
         self._prior = sum((weight * np.outer(one, one) for weight, one in beliefs), np.zeros((3, 3)))
         self._least_row = row / 10
         self._num_passes = 0
+        self._sums = [0.0] * 8
+        """Of passes, rows, drafts, rows^2, rows of passes with drafts, seconds, seconds * rows, seconds with drafts."""
         self.now: Costs | None = None
         """None before some passes were timed."""
 
     def add(self, num_rows: int, *, has_drafts: bool, seconds: float) -> None:
         if self.now is not None:
             seconds = min(seconds, _LONGEST_PASS * self.now.seconds(num_rows, has_drafts=has_drafts))
-        features = np.array([1.0, num_rows, has_drafts])
-        self._products = self._products * _COST_MEMORY + np.outer(features, features)
-        self._sums = self._sums * _COST_MEMORY + features * seconds
+        new = (1.0, num_rows, has_drafts, num_rows**2, num_rows * has_drafts)
+        new += (seconds, seconds * num_rows, seconds * has_drafts)
+        self._sums = [old * _COST_MEMORY + one for old, one in zip(self._sums, new, strict=True)]
         self._num_passes += 1
-        if self._num_passes % 4 == 0:
-            base, row, draft = np.linalg.solve(self._products + self._prior, self._sums).tolist()
-            base = max(base, 1e-9)
-            self.now = Costs(base, max(row, self._least_row * base), max(draft, 0.0))
+        if self._num_passes % _PASSES_PER_ESTIMATE == 0:
+            self.now = self._estimate()
+
+    def _estimate(self) -> Costs:
+        count, rows, drafts, squares, drafted, *seconds = self._sums
+        products = np.array([[count, rows, drafts], [rows, squares, drafted], [drafts, drafted, drafts]])
+        base, row, draft = np.linalg.solve(products + self._prior, np.array(seconds)).tolist()
+        base = max(base, 1e-9)
+        return Costs(base, max(row, self._least_row * base), max(draft, 0.0))
 
 
 @dataclass(eq=False, slots=True)
@@ -140,8 +170,17 @@ class Speculation:
         self.rates = HitRates()
         self.costs = PassCosts(row=0.01, draft=0.5) if is_async else PassCosts(row=0.08, draft=0.0)
         self._most_tokens = most_tokens
+        self._least_pass_s = 0.0 if is_async else LEAST_PASS_S
         self._followed: dict[Row, _Followed] = {}
         self._num_idle, self._rest, self._next_rest = 0, 0, 1
+        self._num_looks = 0
+        self._num_resting = 0
+        """Rows when the rest began."""
+        self.most_idle = MOST_IDLE
+        self._expected = 0.0
+        self.trust = Trust()
+        self.has_looked = False
+        """Whether the last plan looked at the rows."""
 
     @property
     def num_followed(self) -> int:
@@ -150,24 +189,55 @@ class Speculation:
 
     def plan(self, rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
         """The rows to draft for, and their drafts; rows with pending tokens are looked at as far as they are known."""
-        costs = self.costs.now
-        if not rows or costs is None or costs.row * len(rows) > BEST_SHARE * costs.seconds(len(rows), has_drafts=False):
+        costs, self.has_looked, self._expected = self.costs.now, False, 0.0
+        if (
+            not rows
+            or costs is None
+            or self._is_short
+            or costs.row * len(rows) > BEST_SHARE * costs.seconds(len(rows), has_drafts=False)
+        ):
             return []
+        if 4 * len(rows) <= 3 * self._num_resting:  # a guess beside fewer rows pays sooner
+            self._rest, self._next_rest, self._num_resting = 0, 1, 0
         if self._rest:
             self._rest -= 1
             return []
+        self.has_looked = True
         plans = self._best([plan for row in rows if (plan := self._look(row)) is not None], len(rows), costs)
-        self._num_idle = 0 if plans else self._num_idle + 1
-        if plans:
-            self._next_rest = 1
-        elif self._num_idle == MOST_IDLE:
-            self._rest, self._num_idle = self._next_rest, 0
-            self._next_rest = min(2 * self._next_rest, MOST_REST)
+        self._expected = sum(sum(plan.chances) for plan in plans)
+        self._pause(len(rows), has_drafts=bool(plans))
         return [(plan.row, guesses) for plan in plans if (guesses := plan.guesses())]
+
+    def _pause(self, num_rows: int, *, has_drafts: bool) -> None:
+        """Decide how many passes go by without a look."""
+        self._num_looks += 1
+        self._num_idle = 0 if has_drafts else self._num_idle + 1
+        if has_drafts:
+            self._next_rest = 1
+        else:
+            self.trust.recover()
+        if self._num_idle == self.most_idle:
+            self._rest, self._num_idle, self._num_resting = self._next_rest, 0, num_rows
+            self._next_rest = min(2 * self._next_rest, MOST_REST)
+        elif self._num_looks % PASSES_PER_PLAIN == 0:
+            self._rest = 1
+
+    def checked(self, num_right: int) -> None:
+        """So many tokens of the last plan were right."""
+        self.trust.add(self._expected, num_right)
+
+    @property
+    def _is_short(self) -> bool:
+        costs = self.costs.now
+        return costs is not None and costs.seconds(1, has_drafts=False) < self._least_pass_s
 
     def finish(self, row: Row) -> None:
         """Keep a complete reply to guess others from."""
         followed = self._followed.pop(row, None)
+        if self._is_short:
+            if followed is not None:
+                self.index.drop(followed.text)
+            return
         self.index.finish(followed.text if followed else self.index.begin(row.tokens, len(row.request.prompt)))
 
     def forget(self, request: OpenRequest) -> None:
@@ -184,7 +254,7 @@ class Speculation:
             return []
         num_sampled = num_rows + sum(sum(plan.chances) for plan in plans)
         after = num_sampled / costs.seconds(num_rows + num_drafted, has_drafts=True)
-        if after < MARGIN * before:
+        if after < LEAST_GAIN * before:
             return []
         least, room = costs.row * after, MOST_AHEAD
         chosen: list[_Plan] = []
@@ -207,7 +277,7 @@ class Speculation:
         if self._most_tokens is not None and not row.first_angle:
             most = min(most, self._most_tokens - len(tokens))
         chances: list[float] = []
-        chance = 1.0
+        chance = self.trust.factor
         for length in range(match.length, match.length + most):
             chance *= self.rates.of(length)
             chances.append(chance)

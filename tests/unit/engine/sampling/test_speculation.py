@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from naive import draft_always, sample, sample_many
+from naive import FreeDrafts, draft_always, sample, sample_many
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
-from turnwise.engine.sampling.speculation import Costs, HitRates, PassCosts
+from turnwise.engine.sampling.drafts import SuffixIndex
+from turnwise.engine.sampling.speculation import Costs, HitRates, PassCosts, Trust
+from turnwise.types import SampleRequest, SamplingParams
 
 pytestmark = pytest.mark.model
 
@@ -58,7 +60,41 @@ def test_rates_differ_by_how_many_tokens_agree() -> None:
         rates.add(40, is_right=True)
     assert rates.of(3) == pytest.approx(0.25, abs=0.05)
     assert rates.of(63) > 0.95
-    assert rates.of(8) == 0.5
+    assert rates.of(8) == 0.25
+
+
+def test_drafts_that_were_wrong_too_often_are_trusted_less_for_a_while() -> None:
+    trust = Trust()
+    for _ in range(50):
+        trust.add(expected=2.0, num_right=1)
+    assert trust.factor == pytest.approx(0.5, abs=0.1)
+    for _ in range(200):
+        trust.recover()
+    assert trust.factor > 0.95
+    trust.add(expected=1.0, num_right=100)
+    assert trust.factor == 1.0
+
+
+def test_a_sampler_that_guesses_nothing_looks_less_often_until_fewer_rows_run(tiny_dir: Path) -> None:
+    engine = make(tiny_dir)
+    speculation = engine.sampler.speculation
+    assert speculation is not None
+    speculation.costs = FreeDrafts()
+    num_looks = []
+    for rows in (4, 1):
+        looked = 0
+        for seed in range(rows):
+            asked = SampleRequest([20 + seed, 30, 40], SamplingParams(max_tokens=100, seed=seed, stop=[]))
+            engine.sampler.submit(asked, engine.base_policy, on_done=lambda _: None)
+        speculation.index = SuffixIndex()  # nothing was said before
+        for _ in range(30):
+            engine.sampler.step()
+            looked += speculation.has_looked
+        num_looks.append(looked)
+        while engine.sampler.has_work:
+            engine.sampler.step()
+    assert 4 <= num_looks[0] < 25
+    assert num_looks[1] >= 4
 
 
 def test_nothing_is_guessed_where_a_row_costs_as_much_as_it_can_win(tiny_dir: Path) -> None:
