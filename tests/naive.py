@@ -16,6 +16,7 @@ from turnwise.bench.family_samples import write_model
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.lora import LoraWeights, Policy
 from turnwise.engine.sampling.sampler import Sampler
+from turnwise.engine.sampling.speculation import Costs, PassCosts
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.types import Datum, LoraConfig, ModelInput, SampleRequest, SampleResponse, SamplingParams
 
@@ -36,6 +37,25 @@ def with_ops(engine: Engine, **changes: Any) -> None:
     """Give the engine a sampler whose device does some things in another way."""
     engine.model.ops = replace(engine.model.ops, **changes)
     engine.sampler = Sampler(engine.model, engine.config, engine.memory, engine.model_dir)
+
+
+class FreeDrafts(PassCosts):
+    """Costs by which every guess pays, however long the passes take."""
+
+    def __init__(self) -> None:
+        super().__init__(row=1e-9, draft=0.0)
+        self.now = Costs(base=1.0, row=1e-9, draft=0.0)
+
+    def add(self, num_rows: int, *, has_drafts: bool, seconds: float) -> None:
+        pass
+
+
+def draft_always(engine: Engine) -> Engine:
+    """Let the sampler guess wherever it can."""
+    assert engine.sampler.speculation is not None, "the engine has engine.speculation=suffix"
+    engine.sampler.speculation.costs = FreeDrafts()
+    engine.sampler.speculation.most_idle = 10**9
+    return engine
 
 
 def sample(engine: Engine, prompt: Sequence[int], policy: Policy, num_samples: int = 1, **params) -> SampleResponse:

@@ -327,6 +327,10 @@ class SampleResponse:
     """Which published weights sampled this."""
     num_cached_prompt_tokens: int = 0
     """Prompt tokens whose keys and values were already there."""
+    num_draft_tokens: int = 0
+    """Tokens that a sampler guessed and checked (`engine.speculation`)."""
+    num_accepted_draft_tokens: int = 0
+    """Those that it had guessed right: they are among the sampled ones."""
     type: Literal["sample"] = "sample"
 
 

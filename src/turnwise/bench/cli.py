@@ -20,6 +20,7 @@ from turnwise.bench import (
     sandbox,
     service,
     simulation,
+    speculation,
     step,
     tenants,
     train,
@@ -29,6 +30,7 @@ from turnwise.bench import (
 
 BENCHES = {
     "sample": sample,
+    "speculation": speculation,
     "tenants": tenants,
     "train": train,
     "tree": tree,

@@ -151,6 +151,8 @@ def check_play(config: Config) -> None:
             f"engine.max_num_seqs={engine.max_num_seqs} is not read with rollout.deterministic: one sequence is "
             "decoded at a time; leave one of them out"
         )
+    if engine.speculation != "none":
+        _check_speculation(config)
     if config.model.train == "full" and rollout.backend in ("vllm", "sglang") and rollout.publish == "adapter":
         raise ValueError(
             "rollout.publish=adapter brings an adapter to the servers, and model.train=full trains all weights; set "
@@ -165,6 +167,20 @@ def check_play(config: Config) -> None:
                 f"rollout.{name}={here} is not read with rollout.deterministic: one sequence is decoded at a time; "
                 "leave one of them out"
             )
+
+
+def _check_speculation(config: Config) -> None:
+    rollout, engine = config.rollout, config.engine
+    if rollout.backend != "local":
+        raise ValueError(
+            f"engine.speculation={engine.speculation} is not read with rollout.backend={rollout.backend}, which "
+            "samples elsewhere; leave it out"
+        )
+    if rollout.deterministic:
+        raise ValueError(
+            f"engine.speculation={engine.speculation} with rollout.deterministic: what is guessed depends on what was "
+            "sampled before, and the last bits of a logprob on how many tokens a pass checks; leave one of them out"
+        )
 
 
 def check_full(config: Config) -> None:

@@ -204,6 +204,12 @@ class EngineConfig(Section):
         "or with the adapter beside the weights; `auto` merges while only one policy uses the "
         "sampler and the copy fits.",
     )
+    speculation: Literal["none", "suffix"] = Field(
+        default="none",
+        description="Guess next tokens and check several in one step: `suffix` takes them from where the last tokens "
+        "of a sequence stood before, in its prompt, its reply, its siblings and earlier replies. Tokens and logprobs "
+        "are those of the policy, whatever was guessed (docs/speculation.md).",
+    )
     full_weights: bool = Field(
         default=False,
         description="Leave memory of a GPU for training all weights; a run with `model.train=full` sets it.",

@@ -299,6 +299,7 @@ class Player:
         response = await self._timed(Party.SAMPLER, work)
         _check_response(response)
         self.stats.add_sampled(len(response.sequences[0].tokens))
+        self.stats.add_drafts(response.num_draft_tokens, response.num_accepted_draft_tokens)
         return response
 
     def _parse(self, response: SampleResponse) -> Message:

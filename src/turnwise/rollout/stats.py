@@ -143,6 +143,12 @@ class RolloutStats:
         """Count tokens that the sampler drew, for kept and dropped attempts; a shared beginning counts once."""
         self._counts["tokens_drawn"] += num_tokens
 
+    def add_drafts(self, num_tokens: int, num_accepted: int) -> None:
+        """Count tokens that the sampler guessed and checked, and those that were right."""
+        if num_tokens:
+            self._counts["draft_tokens"] += num_tokens
+            self._counts["draft_tokens_accepted"] += num_accepted
+
     def add_unparsable(self) -> None:
         self._counts["unparsable_replies"] += 1
 
@@ -155,6 +161,8 @@ class RolloutStats:
         values: dict[str, float] = {name: float(count) for name, count in self._counts.items() if count}
         values |= {f"dropped_{why}": float(count) for why, count in self.dropped.items()}
         values |= {f"{party}_wait_s": seconds for party, seconds in self._waited_s.items()}
+        if drafted := self._counts["draft_tokens"]:
+            values["draft_accepted_share"] = self._counts["draft_tokens_accepted"] / drafted
         values["attempts_kept"] = float(len(self.kept))
         values["attempts"] = float(len(self.kept) + self.dropped.total())
         if self.kept:

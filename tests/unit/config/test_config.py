@@ -102,6 +102,15 @@ def test_what_a_server_cannot_promise_is_refused() -> None:
             load_config("guess_number", [f"rollout.backend={backend}", "rollout.deterministic=true"])
 
 
+def test_guesses_are_refused_where_nobody_makes_them_and_where_they_would_change_bits() -> None:
+    guess = "engine.speculation=suffix"
+    assert load_config("guess_number", [guess]).engine_in_use.speculation == "suffix"
+    with pytest.raises(ConfigError, match=r"speculation=suffix is not read with rollout\.backend=vllm"):
+        load_config("guess_number", [guess, "rollout.backend=vllm"])
+    with pytest.raises(ConfigError, match=r"speculation=suffix with rollout\.deterministic"):
+        load_config("guess_number", [guess, "rollout.deterministic=true"])
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_every_shipped_preset_is_parsed(name: str) -> None:
     env = load_config(name).env

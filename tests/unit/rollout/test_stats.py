@@ -45,6 +45,18 @@ def test_an_empty_rollout_has_counts_and_no_averages() -> None:
     assert metrics == {"rollout/attempts": 0.0, "rollout/attempts_kept": 0.0}
 
 
+def test_guessed_tokens_are_counted_with_the_share_that_was_right() -> None:
+    stats = RolloutStats()
+    stats.add_drafts(0, 0)
+    assert not any("draft" in name for name in stats.metrics()), "no sampler guessed anything"
+    stats.add_drafts(10, 4)
+    stats.add_drafts(10, 5)
+    metrics = RolloutStats.merged([stats, RolloutStats()]).metrics()
+    assert metrics["rollout/draft_tokens"] == 20
+    assert metrics["rollout/draft_tokens_accepted"] == 9
+    assert metrics["rollout/draft_accepted_share"] == 0.45
+
+
 def test_a_turn_whose_prompt_does_not_extend_the_last_ids_is_a_split() -> None:
     def turn(prompt: tuple[int, ...], sampled: tuple[int, ...]) -> Turn:
         return Turn(

@@ -330,6 +330,8 @@ class PagedPlan:
     """The result of `prefill_varlen`, if it is known only on the device."""
     window: int | None = None
     """What a token of these layers sees; blocks before it may be gone."""
+    has_drafts: bool = False
+    """Whether some decode rows see the tokens of others: all keys must be written before a row attends."""
 
     def cache_slots(self, layer: int) -> CacheSlots:
         """The cache slots for this pass's keys and values of a layer."""

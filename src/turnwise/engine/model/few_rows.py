@@ -14,11 +14,12 @@ from turnwise.engine.ops.interface import AttentionRule, FewRowOps, Rotation
 
 
 def is_plain_step(plan: AttentionPlan, route: Route, num_rows: int) -> bool:
-    """Whether all rows decode one token each, with one set of weights and nothing beside it."""
+    """Whether all rows decode one token each, apart from each other, with one set of weights and nothing beside it."""
     return (
         isinstance(plan, PagedPlan)
         and plan.num_decode == num_rows
         and not plan.chunks
+        and not plan.has_drafts
         and route.bank is None
         and route.routing is None
         and not any(span.weights.pairs for span in route.spans)

@@ -23,7 +23,7 @@ from turnwise.engine.model.lora_bank import count_tiles, make_tiles
 from turnwise.engine.ops.interface import Captured, DrawSettings, GraphRecorder
 from turnwise.engine.sampling.inputs import block_table, uniforms
 from turnwise.engine.sampling.kvcache import KvCache
-from turnwise.engine.sampling.requests import Row
+from turnwise.engine.sampling.requests import Ahead, Row
 
 MIN_WIDTH = 16
 NUM_COLUMNS = 4
@@ -123,11 +123,13 @@ class _Batch:
     """One for each group of layers."""
 
     @staticmethod
-    def of(rows: Sequence[Row]) -> _Batch:
+    def of(rows: Sequence[Row], least_drafted: int) -> _Batch:
+        """`least_drafted`: rows of the smallest graph that may run drafts."""
         width = table_width(max(len(row.blocks) for row in rows))
+        has_drafts = any(isinstance(row, Ahead) for row in rows)
         return _Batch(
             rows=list(rows),
-            bucket=row_bucket(len(rows)),
+            bucket=row_bucket(max(len(rows), least_drafted) if has_drafts else len(rows)),
             width=width,
             lanes=np.array([row.lane for row in rows], dtype=np.int32),
             positions=np.array([row.length - 1 for row in rows], dtype=np.int32),
@@ -160,6 +162,10 @@ class DecodeGraphs(StepGraphs):
         super().__init__(model, cache, scratch_blocks, last_tokens)
         self._num_groups = len(cache.windows)
         self._batch: _Batch | None = None
+        self._least_drafted = 1
+        few, dtype = model.ops.few_rows, model.activation_dtype
+        while few is not None and few.takes(row_bucket(self._least_drafted), dtype):
+            self._least_drafted *= 2  # the kernels for few rows attend before all keys are written
 
     def forget_rows(self) -> None:
         """Pack the rows anew for the next replay, because they moved on without one."""
@@ -169,7 +175,7 @@ class DecodeGraphs(StepGraphs):
         """Launch one step; [2, rows] token ids and logprobs, valid until the next replay of the same graph."""
         batch = self._batch
         if batch is None or batch.rows != rows or not batch.advance(self.cache.block_size):
-            batch = self._batch = _Batch.of(rows)
+            batch = self._batch = _Batch.of(rows, self._least_drafted)
         captured = self._get(batch.bucket, batch.width, route)
         captured.inputs.copy_(self._pack(batch, route), non_blocking=True)
         captured.replay()

@@ -18,7 +18,7 @@ from torch import Tensor
 from turnwise.engine.attention.plans import Chunk, GroupedPlan, PagedPlan, join_plans, make_spans, span_slots
 from turnwise.engine.ops import for_device
 from turnwise.engine.sampling.kvcache import KvCache
-from turnwise.engine.sampling.requests import Row, Step
+from turnwise.engine.sampling.requests import Ahead, Row, Step
 
 ALTERNATIVES = np.uint64(1 << 32)
 """Where samples would be counted to, alternatives to prompt tokens begin."""
@@ -58,6 +58,7 @@ def step_inputs(step: Step, cache: KvCache, last_tokens: Tensor) -> tuple[Tensor
             max_context=max(last, default=-1) + 1,
             chunks=_chunks(firsts, lengths, num_blocks[group], joined[group])[num_decode:],
             window=cache.windows[group],
+            has_drafts=any(isinstance(row, Ahead) for row in step.decode),
         )
         for group in groups
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,9 @@ class OpenRequest:
     """Tokens and logprobs of the prompt's alternatives, each [positions, k]."""
     num_cached: int = 0
     """Prompt tokens that were found in the KV cache."""
+    num_drafted: int = 0
+    """Tokens that were guessed for its samples, and checked."""
+    num_guessed_right: int = 0
 
     @property
     def scores_prompt(self) -> bool:
@@ -79,6 +82,8 @@ class OpenRequest:
             prompt_alt_tokens=self._alternatives() if asked.prompt_alt_tokens_k else None,
             policy_version=self.policy.version,
             num_cached_prompt_tokens=self.num_cached,
+            num_draft_tokens=self.num_drafted,
+            num_accepted_draft_tokens=self.num_guessed_right,
         )
 
     def _alternatives(self) -> PromptAltTokens:
@@ -166,6 +171,43 @@ class Row:
     def scores_prompt(self) -> bool:
         """Whether the row must compute every prompt position itself, without the cache."""
         return self.is_leader and self.request.scores_prompt
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Ahead(Row):
+    """A running row as it is if its draft is right so far: a decode pass runs it as a row of its own.
+
+    It has its row's tokens, logprobs and tables; `num_pending` counts the tokens of the draft that it stands after.
+    """
+
+    parent: Row
+    guess: int
+    """The draft's token at `place`, which is this row's last one."""
+    place: int
+
+    @classmethod
+    def of(cls, parent: Row, guesses: Sequence[int], lanes: Iterable[int]) -> list[Ahead]:
+        """One for each token of a draft. They write their tokens to `lanes`."""
+        shared = parent.request, parent.index, parent.tokens, parent.logprobs, parent.tables
+        length = len(parent.tokens)
+        return [
+            cls(
+                *shared,
+                lane=lane,
+                num_pending=1 + i,
+                first_angle=parent.first_angle,
+                parent=parent,
+                guess=guess,
+                place=length + i,
+            )
+            for i, (guess, lane) in enumerate(zip(guesses, lanes, strict=False))
+        ]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the row has sampled just the draft up to here."""
+        tokens = self.parent.tokens
+        return len(tokens) == self.place + 1 and tokens[self.place] == self.guess
 
 
 class Piece(NamedTuple):

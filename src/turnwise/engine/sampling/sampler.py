@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from turnwise.engine.sampling.inputs import alternative_uniforms, draw_arrays, s
 from turnwise.engine.sampling.kvcache import BlockPool, KvCache
 from turnwise.engine.sampling.prompt_graphs import Found, PromptGraphs
 from turnwise.engine.sampling.requests import (
+    Ahead,
     OnDone,
     OnToken,
     OpenRequest,
@@ -36,6 +38,7 @@ from turnwise.engine.sampling.requests import (
     StopFinder,
 )
 from turnwise.engine.sampling.scheduler import Scheduler
+from turnwise.engine.sampling.speculation import MOST_AHEAD, Speculation
 from turnwise.engine.sampling.weights import SamplingWeights
 from turnwise.engine.sampling.windows import WindowPool
 from turnwise.engine.training.routing_memory import RoutingMemory
@@ -52,6 +55,10 @@ class _LaunchedStep:
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
         self._parts: list[tuple[Sequence[Row], PendingRead]] = []
+        self.num_decoded = 0
+        """Rows that decode, drafts included."""
+        self.has_drafts = False
+        self.has_prompts = False
 
     @property
     def has_rows(self) -> bool:
@@ -89,8 +96,17 @@ class Sampler:
             model, may_merge=memory.may_merge, merges_always=config.merge_adapter == "always"
         )
         self._launched: _LaunchedStep | None = None
-        self._last_tokens = torch.zeros(config.max_num_seqs + 1, dtype=torch.int64, device=model.device)
-        """The token that each running row sampled last, by lane."""
+        self._booked: _LaunchedStep | None = None
+        """The step whose tokens this one has read."""
+        is_speculating = config.speculation == "suffix"
+        self._draft_lanes = range(config.max_num_seqs, config.max_num_seqs + (MOST_AHEAD if is_speculating else 0))
+        self._last_tokens = torch.zeros(self._draft_lanes.stop + 1, dtype=torch.int64, device=model.device)
+        """The token that each running row sampled last, by lane; then those of drafts, and one that nobody reads."""
+        self.speculation: Speculation | None = None
+        if is_speculating:
+            self.speculation = Speculation(is_async=self.ops.facts.is_async, most_tokens=model.angle_switch)
+        self._has_stale_lanes = False
+        """Whether the host knows tokens that are not in their lanes: those that drafts have told."""
         self.decode_graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         # Without a kernel for experts, the host reads how many rows each expert has, which no graph can hold.
@@ -168,7 +184,7 @@ class Sampler:
         """Stop working on a request; its `on_done` is not called."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self.scheduler.remove(request)
+            self._give_up(request)
 
     def start_again(self) -> None:
         """Begin all requests from their prompts: a step failed, and what it left in the cache is unknown.
@@ -178,7 +194,7 @@ class Sampler:
         assert self._launched is None, "the device may still write to the cache"
         requests, self._requests = list(self._requests.values()), {}
         for request in requests:
-            self.scheduler.remove(request)
+            self._give_up(request)
         self.drop_cache()
         for before in requests:
             request = replace(before, finished={}, num_cached=0)
@@ -192,12 +208,19 @@ class Sampler:
         On a GPU the pass is only launched. Meanwhile the tokens of the previous pass are read, so the GPU never waits
         for the host. A row that turns out to have stopped gets one extra token, which is dropped.
         """
+        # What other programs do to a CPU meanwhile is not what a pass costs; a GPU works while the thread waits for it.
+        clock = time.perf_counter if self.ops.facts.is_async else time.thread_time
+        started_s = clock()
+        self._booked = None
         with torch.inference_mode():
             launched = self._launch()
             if self.ops.facts.is_async:
                 launched, self._launched = self._launched, launched
             if launched is not None:
                 self._book(launched)
+        booked = self._booked
+        if self.speculation is not None and booked is not None and not booked.has_prompts:
+            self.speculation.costs.add(booked.num_decoded, has_drafts=booked.has_drafts, seconds=clock() - started_s)
 
     def warm_up(self, policy: Policy, max_context: int) -> Generator[None, None, int]:
         """Capture the decode graphs of one policy for contexts of up to `max_context` tokens; returns how many.
@@ -242,13 +265,42 @@ class Sampler:
         If a graph can decode the running rows, they go first: the GPU decodes while the host admits waiting rows.
         """
         launched = _LaunchedStep(self.ops)
-        decode = self.scheduler.next_decode()
+        decode = self._next_decode()
+        launched.num_decoded = len(decode)
+        launched.has_drafts = self.speculation is not None and any(isinstance(row, Ahead) for row in decode)
         if decode and self._replay(decode, launched):
             decode = []
         step = Step(decode, self.scheduler.next_pieces())
+        launched.has_prompts = bool(step.prefill)
         for part in step.by_weights():
             self._run(part, launched)
         return launched if launched.has_rows else None
+
+    def _next_decode(self) -> list[Row]:
+        """The rows that decode now, each with its draft behind it."""
+        if self._launched is not None and self._launched.has_drafts:
+            self._settle()  # how far its rows have come is not known before
+        decode = self.scheduler.next_decode()
+        if self.speculation is None:
+            return decode
+        drafts = self.speculation.plan(decode)
+        if drafts and self._settle():
+            decode = self.scheduler.next_decode()
+            drafts = self.speculation.plan(decode)
+        guesses = {row: found[: self.scheduler.room_ahead(row, len(found))] for row, found in drafts}
+        has_drafts, was_stale = any(guesses.values()), self._has_stale_lanes
+        self._has_stale_lanes = has_drafts
+        if not decode or not (has_drafts or was_stale):
+            return decode
+        if has_drafts:
+            lanes = iter(self._draft_lanes)
+            for row, found in guesses.items():
+                row.request.num_drafted += len(found)
+            decode = [one for row in decode for one in (row, *Ahead.of(row, guesses.get(row, ()), lanes))]
+        last = [row.guess if isinstance(row, Ahead) else row.tokens[-1] for row in decode]
+        arrays = [np.array(numbers, dtype=np.int64) for numbers in ([row.lane for row in decode], last)]
+        self._last_tokens.index_copy_(0, *self.ops.transfer.upload_all(arrays))
+        return decode
 
     def _replay(self, decode: Sequence[Row], launched: _LaunchedStep) -> bool:
         """Decode with a captured graph; False if there is none for these rows."""
@@ -343,6 +395,8 @@ class Sampler:
 
     def _book(self, launched: _LaunchedStep) -> None:
         """Read the tokens of a step, append them to their rows, and release the rows that are complete."""
+        self._booked = launched
+        num_right = 0
         for rows, drawn in launched.wait():
             tokens, logprobs = drawn
             for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
@@ -350,6 +404,13 @@ class Sampler:
                 request = row.request
                 if request.id not in self._requests or row.index in request.finished:
                     continue  # cancelled, failed, or stopped one token ago
+                if isinstance(row, Ahead):
+                    if not row.is_right:
+                        continue
+                    row = row.parent
+                    request.num_guessed_right += 1
+                    num_right += 1
+                    self.scheduler.finish_decode([row])  # the guessed token ran, too
                 if token < 0 or logprob != logprob:
                     self._fail(request, DataError("the model's logits are not finite; are the weights damaged?"))
                     continue
@@ -359,6 +420,8 @@ class Sampler:
                 is_stop = self.stops.is_stop(row)
                 if is_stop or len(row.logprobs) >= request.max_tokens:
                     self._complete(row, is_stop=is_stop)
+        if self.speculation is not None and launched.has_drafts:
+            self.speculation.checked(num_right)
 
     def _complete(self, row: Row, *, is_stop: bool) -> None:
         request = row.request
@@ -367,6 +430,8 @@ class Sampler:
             choices = self.cache.read_choices(self.ops.transfer.upload(np.array(row.blocks)), num_tokens)
             self.routing.add(row.tokens[:num_tokens], self.ops.transfer.read_later(choices.contiguous()))
         self.scheduler.retire(row)
+        if self.speculation is not None:
+            self.speculation.finish(row)
         sampled = row.tokens[len(request.prompt) :].tolist()
         request.finished[row.index] = SampledSequence("stop" if is_stop else "length", sampled, row.logprobs)
         if len(request.finished) == request.asked.num_samples:
@@ -375,8 +440,13 @@ class Sampler:
 
     def _fail(self, request: OpenRequest, error: BaseException) -> None:
         if self._requests.pop(request.id, None) is not None:
-            self.scheduler.remove(request)
+            self._give_up(request)
             request.on_done(error)
+
+    def _give_up(self, request: OpenRequest) -> None:
+        self.scheduler.remove(request)
+        if self.speculation is not None:
+            self.speculation.forget(request)
 
 
 def _draw_alternatives(

@@ -126,6 +126,16 @@ class Scheduler:
             if computed % size == 0:
                 self._register(row)
 
+    def room_ahead(self, row: Row, count: int) -> int:
+        """How many tokens after the last one of a running row have a place, up to `count`; no other row gives one up.
+
+        It takes free blocks for them, as long as every running row can get one more.
+        """
+        size = self.block_size
+        while len(row.blocks) * size < row.length + count and self.tables.num_available > len(self.running):
+            self.tables.grow(row)
+        return min(count, len(row.blocks) * size - row.length)
+
     def retire(self, row: Row) -> None:
         """Release a complete row; its blocks stay findable for the conversation's next turn."""
         self.running.remove(row)

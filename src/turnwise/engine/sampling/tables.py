@@ -39,6 +39,11 @@ class KvTables:
         ]
         return min(limits, default=None)
 
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken in every group."""
+        return min(pool.num_available for pool in self.pools)
+
     def find(self, row: Row, *, is_cached: bool) -> list[BlockTable]:
         """Share the blocks of the longest beginning that every group can go on from."""
         version, tokens = row.root, row.tokens
@@ -122,7 +127,7 @@ class KvTables:
         for pool, table in zip(self.pools, row.tables, strict=True):
             if isinstance(pool, WindowPool):
                 slide(row, table, pool)
-        if not all(pool.num_available for pool in self.pools):
+        if not self.num_available:
             return False
         for pool, table in zip(self.pools, row.tables, strict=True):
             table.blocks.extend(pool.allocate_many(1))
@@ -131,7 +136,7 @@ class KvTables:
     def fork(self, parent: Row, child: Row) -> bool:
         """Let a sibling share the parent's full blocks; False if there is no room for its copy of the last one."""
         num_full, tail = divmod(parent.num_computed, self.block_size)
-        if tail and not all(pool.num_available for pool in self.pools):
+        if tail and not self.num_available:
             return False
         tables: list[BlockTable] = []
         for group, (pool, table) in enumerate(zip(self.pools, parent.tables, strict=True)):

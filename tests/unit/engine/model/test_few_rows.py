@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from naive import assert_close, displaced_adapter, random_ids, sample_many
+from naive import assert_close, displaced_adapter, draft_always, random_ids, sample_many
 from turnwise.engine.attention.plans import PagedPlan
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
@@ -48,6 +48,7 @@ class PlainFewRows:
     def attend(
         self, qkv: Tensor, heads: Heads, rotation: Rotation, plan: PagedPlan, layer: int, scale: float
     ) -> Tensor:
+        assert not plan.has_drafts, "a row of a draft reads keys that another program of this kernel writes"
         self.num_steps += layer == 0
         query, _, _ = torch_layers.rotate(qkv, heads, rotation, plan.cache_slots(layer))
         return torch_attention.paged_decode(query, plan.cache.layer(layer), plan, AttentionRule(scale)).flatten(1)
@@ -73,3 +74,15 @@ def test_few_rows_decode_as_many_do(tiny_dir: Path, merge: Literal["always", "ne
         assert_close(got.sequences[0].logprobs, want.sequences[0].logprobs, 1e-5)
     # An adapter beside the weights keeps a step from this way; the base model's own steps take it.
     assert few.num_steps == (16 if merge == "always" else 8)
+
+
+def test_drafts_do_not_go_through_the_kernels_for_few_rows(tiny_dir: Path) -> None:
+    config = EngineConfig(device="cpu", kv_cache_gib=0.01, seed=1, speculation="suffix")
+    engine, few = draft_always(Engine(tiny_dir, config, name="tiny")), PlainFewRows()
+    assert engine.model.fused is not None
+    engine.model.fused.ops = replace(engine.model.fused.ops, few_rows=few)
+    asked = [(random_ids(9, 1), engine.base_policy)]
+    first, second = (sample_many(engine, asked, max_tokens=9, seed=3)[0] for _ in range(2))
+    assert second.sequences[0].tokens == first.sequences[0].tokens
+    assert second.num_accepted_draft_tokens > 0
+    assert few.num_steps > 0

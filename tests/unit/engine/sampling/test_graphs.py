@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from naive import run, with_ops
+from naive import draft_always, run, with_ops
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.lora import Policy, Route
@@ -183,3 +183,20 @@ def test_graphs_of_merged_weights_that_moved_are_dropped(tiny_dir: Path) -> None
     assert graphs is not None
     assert len(graphs.captures) == 8, "those of the wider policy read buffers that are gone"
     assert num_missing(engine.base_policy) == 0
+
+
+@pytest.mark.parametrize("merge_adapter", ["auto", "never"])
+def test_drafts_under_graphs_change_no_token(tiny_dir: Path, merge_adapter: str) -> None:
+    """Twice the same: the second time, every reply was said before."""
+    want = play(make(tiny_dir, merge_adapter=merge_adapter), num_more=9)
+    engine = make(tiny_dir, merge_adapter=merge_adapter, speculation="suffix")
+    decode = with_graphs(engine)
+    draft_always(engine)
+    num_replayed = []
+    for _ in range(2):
+        before = len(decode.seen)
+        assert play(engine, num_more=9) == want
+        num_replayed.append(len(decode.seen) - before)
+    if merge_adapter == "auto":
+        assert num_replayed[1] < num_replayed[0] / 2
+    assert engine.sampler.pool.num_available == engine.sampler.pool.num_blocks
