@@ -11,7 +11,7 @@ from naive import FreeDrafts, draft_always, sample, sample_many
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.sampling.drafts import SuffixIndex
-from turnwise.engine.sampling.speculation import Costs, HitRates, PassCosts, Trust
+from turnwise.engine.sampling.speculation import MOST_ROWS, Costs, HitRates, PassCosts, Trust
 from turnwise.types import SampleRequest, SamplingParams
 
 pytestmark = pytest.mark.model
@@ -105,6 +105,14 @@ def test_nothing_is_guessed_where_a_row_costs_as_much_as_it_can_win(tiny_dir: Pa
     assert sample(engine, PROMPT, engine.base_policy, max_tokens=40, seed=3).num_draft_tokens > 0
     speculation.costs.now = Costs(base=0.01, row=1.0, draft=0.0)
     assert sample(engine, PROMPT, engine.base_policy, max_tokens=40, seed=3).num_draft_tokens == 0
+
+
+def test_nothing_is_guessed_beside_many_sequences(tiny_dir: Path) -> None:
+    for num_rows in (MOST_ROWS, MOST_ROWS + 1):
+        engine = draft_always(make(tiny_dir))
+        for _ in range(2):  # the second time, everything was said before
+            replies = sample_many(engine, [(PROMPT, engine.base_policy)] * num_rows, max_tokens=12, seed=3)
+        assert any(reply.num_draft_tokens for reply in replies) == (num_rows <= MOST_ROWS), num_rows
 
 
 def test_drafts_stop_where_a_pass_with_them_would_wait_too_long(tiny_dir: Path) -> None:
