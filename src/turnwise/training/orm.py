@@ -35,10 +35,10 @@ from turnwise.runlog.schema import AttemptRow
 from turnwise.runtime.blocking import run_to_end
 from turnwise.runtime.section import Section
 from turnwise.training.checkpoint import choose_checkpoint
-from turnwise.training.deal import ShuffledItems
 from turnwise.training.run import Run
 from turnwise.training.setup import AnyService, set_up_new, set_up_resume
 from turnwise.training.stored import origin_of
+from turnwise.training.task_order import ShuffledItems
 from turnwise.types import AdamParams, Datum
 from turnwise.watch.observer import Observer
 from turnwise.watch.status import run_lock

@@ -36,7 +36,6 @@ from turnwise.rollout.stats import FirstFailures, RolloutStats
 from turnwise.runtime.blocking import in_thread
 from turnwise.training.assemble import Parts
 from turnwise.training.checkpoint import RunState
-from turnwise.training.deal import ShuffledItems
 from turnwise.training.demonstrations import read_demonstrations
 from turnwise.training.pool import (
     GroupPlan,
@@ -51,6 +50,7 @@ from turnwise.training.pool import (
     rows_to_entries,
 )
 from turnwise.training.stored import check_stored_data, read_run_dialogues, read_training_pairs
+from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.watch.watchdog import Watchdog
 
