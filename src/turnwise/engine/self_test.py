@@ -154,7 +154,7 @@ def _off(ours: Tensor, wanted: Tensor, everything: Tensor, share: float) -> floa
 
 
 def _largest(differences: Tensor, share: float) -> float:
-    """Of the smallest `share` of the differences."""
+    """The largest of the smallest `share` of the differences."""
     if not torch.isfinite(differences).all():
         return float("inf")
     return float(differences.quantile(share))

@@ -31,7 +31,7 @@ class Quality:
     """Share of successes: who always says the more frequent one is right so often, or 1 minus this."""
     accuracy: float
     f1: float
-    """Of successes; 0 if none was found."""
+    """The F1 of successes; 0 if none was found."""
     brier: float
     calibration_error: float
     """Mean gap between score and success over the bins, by their counts (ECE)."""

@@ -65,7 +65,7 @@ class TurnCheck:
     is_drifting: bool
 
     def line(self) -> str:
-        """For printing."""
+        """The check as a printable line."""
         ids = "ids equal" if self.has_same_ids else "ids DIFFER"
         gaps = (
             f"largest gap {self.max_gap:.2e}, mean k2 {self.mean_k2:.2e}" if self.num_tokens else "no logprobs compared"
@@ -116,7 +116,7 @@ class Certificate:
         return Certificate(**fields, turns=turns, drifts=drifts, drift=measured)
 
     def lines(self) -> list[str]:
-        """For printing."""
+        """The certificate as printable lines."""
         same = f"{sum(turn.has_same_ids for turn in self.turns)} of {self.num_turns} turns"
         gaps = f"largest gap {self.max_gap:.2e}, mean k2 {self.mean_k2:.2e} (at most {self.k2_tolerance:.0e})"
         tokens = f"{self.num_tokens} {'trained' if self.is_trained else 'compared'} tokens"

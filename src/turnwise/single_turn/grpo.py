@@ -86,7 +86,7 @@ class StepRecord:
     step: int
     num_steps: int
     rewards: tuple[float, ...]
-    """Of every response, group by group."""
+    """The reward of every response, group by group."""
     num_groups: int
     num_equal_groups: int
     """Groups whose responses all got the same reward."""

@@ -52,7 +52,7 @@ class Parts:
     """Most tokens that the model takes."""
     shaping: Shaping = NO_SHAPING
     limits: Mapping[str, RolloutConfig] = field(default_factory=dict[str, RolloutConfig])
-    """Of several worlds, by the name of each: `rollout` with its own limits."""
+    """For a run in several worlds: `rollout` with the limits of each world, by its name."""
 
     @property
     def needs_critic(self) -> bool:
@@ -119,7 +119,7 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
 
 
 def leaf_limits(config: Config, world: World, context_length: int) -> dict[str, RolloutConfig]:
-    """Of several worlds, by the name of each: how it is played within its own limits; of one world, nothing."""
+    """For a run in several worlds: how each is played within its own limits, by its name. Empty for one world."""
     if not isinstance(world, JointWorld):
         return {}
     return {name: config.rollout.for_world(leaf, context_length) for name, leaf in leaves(world).items()}

@@ -12,7 +12,7 @@ from turnwise.training.plan import attempts_per_task
 from turnwise.training.setup import Setup
 
 DATUM_BYTES = 48
-"""Of one token of a datum on its way to a learner: six columns of eight bytes."""
+"""Bytes of one token of a datum that is sent to a learner: six columns of eight bytes."""
 START_STATES = 3
 """A learner that starts takes over the weights and two moments."""
 
@@ -26,9 +26,9 @@ class ClusterTraffic:
     datums: int
     """That the first learner sends to the others together."""
     state: int
-    """That one learner receives when it starts, or starts again."""
+    """Bytes that one learner receives when it starts, or starts again."""
     env_requests: int
-    """To env workers."""
+    """Requests to env workers."""
     gathered: int = 0
     """Weights that each learner receives in one training pass, where the learners hold them in parts."""
     pass_gradients: int = 0

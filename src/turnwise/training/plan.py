@@ -223,7 +223,7 @@ def _schedule(train: TrainConfig) -> str:
 
 
 def _active(facts: ModelFacts) -> str:
-    """Of a mixture of experts, what one token uses."""
+    """The parameters that one token of a mixture of experts uses, in words."""
     active = facts.num_active_parameters
     return "" if active == facts.num_parameters else f" ({format_count(active)} of them for each token)"
 

@@ -65,7 +65,7 @@ class Taken:
     stale: Sequence[PoolEntry]
     """Groups that grew too old, and are learned from by nobody."""
     staleness: Sequence[int]
-    """Of each group in which something was drawn: updates since its oldest token."""
+    """For each group in which something was drawn: the updates since its oldest token."""
 
     def result(self) -> RolloutResult:
         """As if it had been played in one go, in the order of their numbers."""
@@ -120,7 +120,7 @@ class Stream:
             self._playing[asyncio.create_task(self._play(entry))] = entry
 
     def publish(self, sampler: VersionedSampler) -> None:
-        """From now on these are the newest weights."""
+        """Sample with these weights from now on."""
         self._newest.follow(sampler)
 
     def learned(self, num_batches: int) -> None:
@@ -212,7 +212,7 @@ class Stream:
         return rollout
 
     def _waits_for(self) -> str:
-        """In words, which groups hold the loop up."""
+        """The groups that hold up the loop, in words."""
         holding = self.pool.held_up_by
         counts = ", ".join(f"{count} {state}" for state, count in self.pool.counts().items())
         if holding and self._parts.config.train.max_staleness:
@@ -382,7 +382,7 @@ class Supply:
         return Batch(played=played, kept=kept, as_played=result.groups, items=kept.groups, taken=taken)
 
     def publish(self, sampler: VersionedSampler) -> None:
-        """From now on these are the newest weights."""
+        """Sample with these weights from now on."""
         if self.stream is not None:
             self.stream.publish(sampler)
 

@@ -110,7 +110,7 @@ class CausalModel:
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """Of activations, keys and values, and adapters in use."""
+        """The dtype of activations, keys and values, and adapters in use."""
         return torch.float32 if self.ops.facts.has_wide_activations else self.dtype
 
     def _fix_angles(self, model: PreTrainedModel) -> None:

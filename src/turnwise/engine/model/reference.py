@@ -54,9 +54,9 @@ class Reference:
 
     sequences: Sequence[Sequence[int]]
     exact: PlainRun
-    """In float32."""
+    """The run in float32."""
     rounded: PlainRun | None
-    """In the model's own dtype; None if that is float32."""
+    """The run in the model's own dtype; None if that is float32."""
     seconds: float
     """How long transformers took."""
     start: SequenceStart = SequenceStart()
