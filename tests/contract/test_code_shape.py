@@ -225,6 +225,18 @@ def test_arguments_are_written_out() -> None:
     check(found, SPLATS, "calls that unpack a tuple which they have just written")
 
 
+def test_a_docstring_says_what_it_describes() -> None:
+    # "Of the MLP." is a riddle; "Width of the MLP's hidden layer." is not.
+    riddles = {
+        f"{name}:{node.lineno}": node.value.value[:60]
+        for name, module in modules().items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if node.value.value.startswith(("Of ", "That "))
+    }
+    check(riddles, {}, "docstrings that begin with `Of` or `That`")
+
+
 def test_tests_use_public_names() -> None:
     found: dict[str, str] = {}
     for path in sorted(TESTS.rglob("*.py")):

@@ -41,7 +41,7 @@ class PoolState(TypedDict):
     newest: str
     """The snapshot that the policy was last, or `start`."""
     results: dict[str, dict[str, list[float]]]
-    """Who the policy was, to opponent, to the games that it won and all games."""
+    """By snapshot that the policy was, then by opponent: the games that it won, and all games."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -22,19 +22,19 @@ class ClusterTraffic:
     """Bytes and requests of one training step."""
 
     gradients: int
-    """That each learner sends, over all optimizer steps of the step."""
+    """Bytes of gradients that each learner sends, over all optimizer steps of the step."""
     datums: int
-    """That the first learner sends to the others together."""
+    """Bytes of datums that the first learner sends to all others together."""
     state: int
     """Bytes that one learner receives when it starts, or starts again."""
     env_requests: int
     """Requests to env workers."""
     gathered: int = 0
-    """Weights that each learner receives in one training pass, where the learners hold them in parts."""
+    """Bytes of weights that each learner receives in one training pass, if the learners hold them in parts."""
     pass_gradients: int = 0
-    """That each learner sends in one training pass, if parts of all weights are trained."""
+    """Bytes of gradients that each learner sends in one training pass, if all weights are trained in parts."""
     published: int = 0
-    """New weights that each sampler of several receives."""
+    """Bytes of new weights that each sampler receives, if there are several."""
 
 
 def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:

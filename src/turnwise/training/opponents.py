@@ -263,7 +263,7 @@ class Opponents:
         return {words: self.world_against(words) for words in self.panel}
 
     def follow(self, sampler: VersionedSampler) -> None:
-        """These are the policy's newest weights, for opponent=self."""
+        """Take the policy's newest weights, for opponent=self."""
         if self._newest is None:
             self._newest = NewestSampler(sampler.client, sampler.version)
             self._made[SELF] = self._as_opponent(SELF, self._newest)

@@ -264,7 +264,7 @@ class Batch:
     """What one step learns from."""
 
     played: RolloutResult
-    """Its groups have their rewards shaped; its stats count what the env gave."""
+    """What was played. The groups have shaped rewards; the stats count the env's own rewards."""
     kept: Kept
     as_played: Sequence[TrajectoryGroup] = ()
     """The groups of `played`, with the rewards that the env gave."""
