@@ -104,7 +104,7 @@ class FleetPublisher(Publisher):
         self._published: dict[str, ServedWeights] = {}
         self._retiring: set[asyncio.Task[None]] = set()
         self._is_checked = False
-        """The servers' model was compared with the trainer's."""
+        """Whether the servers' model was compared with the trainer's."""
         self._publish_s = 0.0
         self._newest_whole: Path | None = None
         self._models: dict[str, str] = {}
