@@ -28,7 +28,7 @@ class Quality:
 
     count: int
     success: float
-    """Share of successes: who always says the more frequent one is right so often, or 1 minus this."""
+    """Share of successes. A model that always gives the same answer has this accuracy, or 1 minus it."""
     accuracy: float
     f1: float
     """The F1 of successes; 0 if none was found."""

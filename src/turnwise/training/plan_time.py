@@ -165,7 +165,7 @@ def _speed_load(config: Config, parts: Parts, shape: PlannedAttempt) -> SpeedLoa
 
 
 def _rounded(count: float) -> int:
-    """To two digits, so that a small change of a world does not ask for another measurement."""
+    """Round to two digits, so that a small change of a world does not ask for another measurement."""
     return max(1, int(float(f"{count:.2g}")))
 
 
