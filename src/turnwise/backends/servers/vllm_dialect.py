@@ -93,7 +93,7 @@ class VllmUse:
     sleeps: bool = False
     """It gives its memory back while the trainer learns."""
     write_blank: Callable[[], Path] | None = None
-    """Writes an adapter that changes nothing, and returns its path; None if no other process can load adapters there."""
+    """Writes an adapter that changes nothing, returns its path; None if no other process can load adapters there."""
 
 
 class VllmDialect(ServerDialect):
