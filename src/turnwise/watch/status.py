@@ -23,8 +23,8 @@ from turnwise.runtime.pending_calls import PendingCall
 STATUS_FILE = "status.json"
 LOCK_FILE = "run.lock"
 LOOK_S, LOOKS = 0.05, 6
-"""Whoever looks whether a run is alive holds its lock for a moment (`is_training`); so a lock that is taken is tried
-again a few times."""
+"""A process that looks whether a run is alive holds its lock for a moment (`is_training`), so a lock that is taken is
+tried again a few times."""
 SHOWN_CALLS = 20
 """How many of the longest pending calls the file holds."""
 OLD_NAMES = {"waits": "pending_calls", "num_waits": "num_pending_calls"}

@@ -51,7 +51,7 @@ CLOSE_S = 10.0
 
 
 class FleetSamplingClient(SamplingClient):
-    """Samples from one publication on the servers. While somebody holds it, the servers keep the publication."""
+    """Samples from one publication on the servers. While a client is in use, the servers keep its publication."""
 
     def __init__(self, publisher: FleetPublisher, fleet: Fleet, loop: BackgroundLoop, weights: ServedWeights) -> None:
         """Do not call this; use `Publisher.publish`."""
