@@ -55,7 +55,7 @@ PLANTED = (
     Case(what="`rollout.max_tokens_per_turn=2`, answers are longer", expected="replies_cut", fault="long_answer",
          options={"rollout.max_tokens_per_turn": 2}),
     Case(what="the env expects another form of reply", expected="replies_unparsable", fault="form"),
-    Case(what="tasks that nobody can solve", expected="all_fail", fault="hard", options={"eval.tasks": 0}),
+    Case(what="tasks that cannot be solved", expected="all_fail", fault="hard", options={"eval.tasks": 0}),
     Case(what="tasks that everybody solves", expected="all_succeed", fault="easy",
          options={"train.steps": 4, "train.max_empty_steps": 4}),
     Case(what="the reward depends on the task alone", expected="same_reward", fault="by_task"),

@@ -6,9 +6,10 @@ Each list of exceptions below states its reason. An exception that is no longer 
 from __future__ import annotations
 
 import ast
+import graphlib
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -171,6 +172,30 @@ def test_a_block_of_six_lines_stands_once() -> None:
     check(repeated, REPEATED_BLOCKS, f"blocks of {MIN_BLOCK_LINES} equal lines that stand in two places")
 
 
+def imported_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
+    """What a module imports when it is loaded; imports for annotations and inside functions do not count."""
+    for node in statements:
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{one.name}" for one in node.names)
+        elif isinstance(node, ast.Try):
+            yield from imported_names(node.body)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            yield from imported_names([*node.body, *node.orelse])
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    dotted = {name: f"turnwise.{name[:-3].replace('/', '.')}".removesuffix(".__init__") for name in modules()}
+    known = set(dotted.values()) - {"turnwise"}  # the package itself holds names that are looked up later
+    graph: dict[str, set[str]] = {}
+    for name, module in modules().items():
+        imported = {one if one in known else one.rpartition(".")[0] for one in imported_names(module.body)}
+        graph[dotted[name]] = imported & known
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
+    assert len(order) >= len(known)
+
+
 def test_a_function_fits_on_a_screen() -> None:
     def describe(function: Function) -> str | None:
         length = (function.end_lineno or 0) - function.lineno + 1
@@ -223,6 +248,18 @@ def test_arguments_are_written_out() -> None:
         if isinstance(node, ast.Call) and is_splat(node)
     }
     check(found, SPLATS, "calls that unpack a tuple which they have just written")
+
+
+def test_a_docstring_says_what_it_describes() -> None:
+    # "Of the MLP." is a riddle; "Width of the MLP's hidden layer." is not.
+    riddles = {
+        f"{name}:{node.lineno}": node.value.value[:60]
+        for name, module in modules().items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if node.value.value.startswith(("Of ", "That "))
+    }
+    check(riddles, {}, "docstrings that begin with `Of` or `That`")
 
 
 def test_tests_use_public_names() -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from turnwise.bench.family_page import COLUMNS, listed_tables, refusal_table
+from turnwise.bench.family_page import BEGIN, COLUMNS, END, refusal_table
 from turnwise.bench.family_samples import family_samples
 from turnwise.runtime import tolerances
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HINT = "run `turnwise bench families --device cpu --write docs/models.md`"
+
+
+def listed_tables(page: str) -> list[str]:
+    """The texts between the marks of a page."""
+    return [part.strip() for part in re.findall(re.escape(BEGIN) + "(.*?)" + re.escape(END), page, flags=re.DOTALL)]
 
 
 def test_the_page_lists_every_family_with_small_differences() -> None:

@@ -144,7 +144,7 @@ def test_a_run_can_be_looked_at_steered_and_stopped_and_goes_on_where_it_was(
 
 def _is_waiting_for_env(directory: Path) -> bool:
     status = read_status(directory)
-    return status is not None and any(wait.party == "env" for wait in status.waits)
+    return status is not None and any(call.party == "env" for call in status.pending_calls)
 
 
 @pytest.mark.usefixtures("tiny_dir")

@@ -38,11 +38,11 @@ from turnwise.runtime.pending_calls import PENDING_CALLS
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method, make_optim
 from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints
 from turnwise.training.critic import Critic
-from turnwise.training.deal import TaskDeck
 from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.pretrain import pretrain
 from turnwise.training.progress import NothingToLearnError
 from turnwise.training.record import Recorder
+from turnwise.training.task_order import WorldTasks
 from turnwise.trajectory import Message, ToolCall
 from turnwise.types import SampleRequest, SampleResponse
 from turnwise.watch.interrupt import Interrupt
@@ -162,7 +162,7 @@ def _run(directory: Path, renderer: Renderer, world: HangingWorld, trainer: Reco
     parts = Parts(
         config=config,
         world=world,
-        tasks=TaskDeck(world.tasks("train", 9, 0), config.train.tasks_per_step, 0),
+        tasks=WorldTasks(world.tasks("train", 9, 0), config.train.tasks_per_step, 0),
         held_out=(),
         rollout=rollout,
         eval_rollout=make_eval_rollout(config, rollout),

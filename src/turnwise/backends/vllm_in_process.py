@@ -72,7 +72,7 @@ class VllmEngine:
         self.adapters: dict[str, Any] = {}
         """What is loaded: vLLM's own `LoRARequest`s, by name."""
         self.numbers = itertools.count(1)
-        """Of adapters; none is used twice."""
+        """Numbers for adapters; none is used twice."""
 
     @property
     def engine(self) -> Any:

@@ -257,17 +257,6 @@ class _Pair:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from a second thread, and on a busy machine the threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
 def _without_remarks() -> Iterator[None]:
     """PEFT warns about adapters on a head, which we mean."""
     with warnings.catch_warnings():

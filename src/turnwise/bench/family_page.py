@@ -64,8 +64,3 @@ def replace_tables(page: str, rows: Sequence[FamilyRow]) -> str:
     tables = iter((family_table(rows), refusal_table()))
     pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
     return re.sub(pattern, lambda _: f"{BEGIN}\n\n{next(tables)}\n\n{END}", page, flags=re.DOTALL)
-
-
-def listed_tables(page: str) -> list[str]:
-    """What stands between the marks of a page."""
-    return [part.strip() for part in re.findall(re.escape(BEGIN) + "(.*?)" + re.escape(END), page, flags=re.DOTALL)]

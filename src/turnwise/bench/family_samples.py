@@ -37,7 +37,7 @@ EXPERTS: dict[str, Any] = {
     "n_routed_experts": 4,
     "shared_expert_intermediate_size": 16,
 }
-"""Under the names of all families; each reads its own."""
+"""Sizes of the sample models, under the names of all families; each family reads its own."""
 WITHOUT_GROUPS = ("gpt_neox", "opt", "persimmon", "phi")
 """Families with as many key heads as query heads."""
 MIXED_LAYERS = ["sliding_attention", "full_attention"]

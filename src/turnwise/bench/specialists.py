@@ -171,7 +171,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _as_result(label: str, seed: int, success: float) -> Result:
-    """As `turnwise compare` pairs it."""
+    """A result in the form that `turnwise compare` pairs."""
     return Result(
         world="all",
         label=label,

@@ -179,8 +179,8 @@ def _result(args: argparse.Namespace, seconds: float, device: torch.device) -> d
 
 
 def _operations_per_token(args: argparse.Namespace) -> float:
-    """Of a gradient: six per weight of a product, and those of causal attention; nothing is counted twice that is
-    computed twice."""
+    """The operations of a gradient: six per weight of a product, and those of causal attention. Recomputed work counts
+    once."""
     facts = read_facts(model_directory(args.model))
     products = sum(shape.num_active for shape in facts.linears.values())
     attention = facts.num_layers * facts.num_heads * facts.head_size * args.tokens / 2

@@ -1,4 +1,4 @@
-"""How new weights reach whoever samples from them.
+"""How new weights reach the sampler.
 
 The loop trains; a `Publisher` brings the trainer's weights to a sampler and returns a client for them:
 

@@ -22,8 +22,8 @@ def add_commands(commands: Any) -> None:
     flywheel = commands.add_parser(
         "flywheel",
         help="train in rounds on the model's own attempts",
-        description="Rounds of: play, judge, route attempts to pools, train, evaluate on fixed held-out tasks, retire "
-        "solved tasks and propose harder ones. The same command goes on with a flywheel that was stopped.",
+        description="Train in rounds: play, judge, route attempts to pools, train, evaluate on fixed held-out tasks, "
+        "retire solved tasks and propose harder ones. The same command goes on with a flywheel that was stopped.",
         epilog=_FLYWHEEL_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

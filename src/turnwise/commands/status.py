@@ -57,7 +57,7 @@ def status_lines(run: RunReader, status: Status | None, *, is_alive: bool) -> li
             rows["pool"] = ", ".join(f"{count} {name}" for name, count in status.pool.items())
         if status.blocked_s > 1:
             rows["blocked"] = f"the event loop has been blocked for {status.blocked_s:.0f} s"
-        rows |= _waits(status)
+        rows |= _pending_calls(status)
     elif steps:
         rows["step"] = f"{steps[-1]} were done"
     shown = _metrics(run)
@@ -130,16 +130,16 @@ def _state(run: RunReader, status: Status | None, *, is_alive: bool) -> str:
     return "killed, or not started; go on with: turnwise train --resume " + str(run.directory)
 
 
-def _waits(status: Status) -> dict[str, str]:
+def _pending_calls(status: Status) -> dict[str, str]:
     rows: dict[str, str] = {}
     if status.reason:
         rows["loop"] = f"waits for {status.reason}"
-    for index, wait in enumerate(status.waits[:5]):
-        who = f" ({wait.who})" if wait.who else ""
+    for index, call in enumerate(status.pending_calls[:5]):
+        who = f" ({call.who})" if call.who else ""
         name = "waits" if index == 0 else " " * (index + 1)  # one key per line
-        rows[name] = f"{wait.party}: {wait.what}{who}, {wait.waited_s:.1f} s of at most {wait.deadline_s:g} s"
-    if status.num_waits > len(rows) and status.num_waits > 5:
-        rows["  more"] = f"{status.num_waits - 5} others"
+        rows[name] = f"{call.party}: {call.what}{who}, {call.waited_s:.1f} s of at most {call.deadline_s:g} s"
+    if status.num_pending_calls > len(rows) and status.num_pending_calls > 5:
+        rows["  more"] = f"{status.num_pending_calls - 5} others"
     return rows
 
 

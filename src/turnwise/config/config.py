@@ -11,7 +11,7 @@ would think that it works. 0 means "chosen for you" where a description says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self, cast
 
 from pydantic import BaseModel, Field, model_validator
@@ -165,3 +165,13 @@ def with_full_rates(given: dict[str, Any]) -> dict[str, Any]:
 def options_of(section: type[BaseModel]) -> Mapping[str, FieldInfo]:
     """The options of a section. For `method` these are the options of all shipped methods; a run has some of them."""
     return every_option() if section is MethodOptions else section.model_fields
+
+
+def option_fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every option with its full name: `train.steps`, `reward.weights.outcome`, ..."""
+    for name, field in options_of(section).items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from option_fields(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field

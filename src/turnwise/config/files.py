@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from turnwise.config.config import Config, options_of
+from turnwise.config.config import Config, option_fields
 from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import (
     OTHER_WORDS,
@@ -194,13 +194,8 @@ def build_section(kind: type[AnySection], given: Mapping[str, Any], overrides: S
 
 
 def option_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Every option's full name: `train.steps`, `reward.weights.outcome`, ..."""
-    for name, field in options_of(model).items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from option_paths(inner, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+    """Every option's full name."""
+    return (path for path, _ in option_fields(model, prefix))
 
 
 def _apply_all(tree: Tree, overrides: Sequence[str], source: str) -> list[str]:

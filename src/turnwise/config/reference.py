@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from turnwise.config.config import Config, options_of
+from turnwise.config.config import Config, option_fields, options_of
 from turnwise.config.spellings import ONLY_OFF, SPELLINGS
 from turnwise.methods.lookup import SHIPPED, methods_that
 from turnwise.methods.options import FreeLoss, MethodOptions, PolicyTerms
@@ -62,12 +62,7 @@ class Option:
 
 
 def options(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Option]:
-    for name, field in options_of(model).items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from options(inner, f"{prefix}{name}.")
-        else:
-            yield _option(f"{prefix}{name}", field)
+    return (_option(path, field) for path, field in option_fields(model, prefix))
 
 
 def _option(path: str, field: FieldInfo) -> Option:

@@ -43,9 +43,9 @@ class BranchVariances:
     """Variances of returns, estimated without bias from the groups of one batch."""
 
     inside: float
-    """Of the continuations of one dialogue: Var(R | prefix)."""
+    """Variance of the continuations of one dialogue: Var(R | prefix)."""
     total: float
-    """Of all returns: Var(R)."""
+    """Variance of all returns: Var(R)."""
 
     @property
     def share(self) -> float:

@@ -47,7 +47,7 @@ class Finding:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """The finding as lines for a terminal."""
         rows = textwrap.wrap(f"{self.name}: {self.seen}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         rows += _wrapped("why", self.why)
         for fix in self.fixes:

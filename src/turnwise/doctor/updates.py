@@ -30,7 +30,7 @@ SMALLEST_MOVE = 5e-5
 """Sum of the learning rates of a run below which no weight moves enough to matter: AdamW moves a weight by about the
 learning rate in a step, and an adapter's weights are about 0.01 to 0.1."""
 MUCH_CLIPPED = 10.0
-"""How many times larger than its bound a gradient is before clipping is worth a word."""
+"""How many times larger than its bound a gradient must be before clipping is reported."""
 TINY_GRADIENT = 1e-6
 LARGE_FALL = 0.1
 """Part of the best value that has to be lost."""

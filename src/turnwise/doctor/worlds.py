@@ -6,7 +6,7 @@ from turnwise.doctor.finding import Finding, Fix
 from turnwise.doctor.history import RunHistory
 
 MIN_GROUPS = 8
-"""Groups of a world in the last steps that have to end alike before that is worth a word."""
+"""Groups of a world in the last steps that must end alike before this is reported."""
 
 
 def idle_worlds(run: RunHistory) -> list[Finding]:

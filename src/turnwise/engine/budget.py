@@ -34,7 +34,7 @@ MERGED_SHARE = 0.25
 
 
 FULL_STATE_BYTES = 4 * FLOAT32_BYTES
-"""Of each trained weight, where all are: float32 master, gradient and AdamW's two moments."""
+"""Bytes of state per weight if all weights are trained: float32 master, gradient and AdamW's two moments."""
 FULL_COPIES = 2
 """Copies in the model's dtype: one that passes and samplers read, one that the next update writes."""
 

@@ -336,7 +336,7 @@ class Engine:
 
 @contextmanager
 def _whole_gradients(trainables: Sequence[Trainable]) -> Iterator[None]:
-    """After a failed pass, no partial gradient stays."""
+    """Put the gradients back if a pass fails, so that no partial gradient stays."""
     before = [one.grad.clone() if one.has_gradient else None for one in trainables]
     try:
         yield

@@ -154,7 +154,7 @@ def _off(ours: Tensor, wanted: Tensor, everything: Tensor, share: float) -> floa
 
 
 def _largest(differences: Tensor, share: float) -> float:
-    """Of the smallest `share` of the differences."""
+    """The largest of the smallest `share` of the differences."""
     if not torch.isfinite(differences).all():
         return float("inf")
     return float(differences.quantile(share))
@@ -175,7 +175,7 @@ def _train(engine: Engine, reference: Reference) -> OurRun:
         next_ids.append(np.array(sequences[member][1:], dtype=np.int64))
     numbers = np.concatenate(tokens), np.ones(sum(map(len, tokens))), np.concatenate(next_ids)
     entries = make_entries(*numbers, np.arange(len(numbers[0])), device=model.device)
-    positions = batch.position_ids + reference.place.table_row
+    positions = batch.position_ids + reference.start.table_row
     input_ids, position_ids = model.ops.transfer.upload_all([batch.input_ids, positions])
     trace = Trace()
     with _watched(engine, trace):
@@ -200,7 +200,7 @@ class _SamplerSteps:
             blocks = array("i", range(i * num_blocks, (i + 1) * num_blocks))  # nobody else uses the cache yet
             prompt = array("i", ids[:-NUM_DECODED])
             tables = [BlockTable(blocks) for _ in engine.sampler.pools]  # it writes to none of them
-            row = Row(cast(Any, None), 0, prompt, tables=tables, lane=i, first_angle=reference.place.table_row)
+            row = Row(cast(Any, None), 0, prompt, tables=tables, lane=i, first_angle=reference.start.table_row)
             self.rows.append(row)
         self.last_tokens = torch.zeros(len(self.rows), dtype=torch.int64, device=engine.device)
 

@@ -37,7 +37,7 @@ class EnvWorkerActor:
         return f"http://{host}:{listener.getsockname()[1]}"
 
     def live(self) -> None:
-        """Last as long as the actor."""
+        """Never return: the caller notices the end of the actor by it."""
         threading.Event().wait()
 
 

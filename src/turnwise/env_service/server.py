@@ -60,7 +60,7 @@ class EnvServerOptions:
     options: dict[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     max_envs: int = 64
     deadline_s: float = 60.0
-    """For one call of an env."""
+    """Most seconds of one call of an env."""
     idle_s: float = 600.0
     key: str = ""
     """What callers must send; empty: nothing."""
@@ -107,9 +107,9 @@ class _Session:
 
     calls: EnvCalls
     number: int = 0
-    """Of the last call."""
+    """The number of the last call."""
     answer: asyncio.Task[Json] | None = None
-    """To the last call; a task, because the caller may go away and ask again while it runs."""
+    """The answer to the last call; a task, because the caller may go away and ask again while it runs."""
     used_s: float = field(default_factory=time.monotonic)
 
     @property

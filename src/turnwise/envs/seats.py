@@ -1,4 +1,4 @@
-"""A game of two seats as an env: the policy has one seat, and somebody else, the opponent, has the other.
+"""A game of two seats as an env: the policy has one seat, and the opponent has the other.
 
     env = SeatedEnv(game, seat=0, opponent=ScriptedOpponent(world, "tough", ...), seed=7)
 
@@ -44,7 +44,7 @@ class SeatGame(Game, Protocol):
 
 
 class Opponent(Protocol):
-    """Somebody who plays the other seat. One opponent plays many games at the same time."""
+    """Plays the other seat. One opponent plays many games at the same time."""
 
     @property
     def name(self) -> str:
@@ -97,7 +97,7 @@ class ScriptedOpponent:
 
 
 def result_of(own: float, other: float) -> str:
-    """Whoever has the larger reward won; equal rewards are a draw."""
+    """The result for the seat with reward `own`: the larger reward wins; equal rewards are a draw."""
     if abs(own - other) < 1e-9:
         return "drawn"
     return "won" if own > other else "lost"

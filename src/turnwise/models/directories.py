@@ -42,6 +42,11 @@ def find_local(name: str) -> Path | None:
     return _find_in_hub_cache(name)
 
 
+def is_same_model(one: str, other: str) -> bool:
+    """Whether two names or paths lead to the same model on this machine."""
+    return one == other or (find_local(one) or one) == (find_local(other) or other)
+
+
 def _find_in_hub_cache(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import HFValidationError

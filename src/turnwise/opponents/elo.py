@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 ELO_SCALE = 400 / math.log(10)
 PRIOR_GAMES = 1.0
-"""Half-won games against an average player that everybody is given, so that a player who won all has a rating."""
+"""Every player gets this many half-won games against an average player, so that one who won all has a rating."""
 
 
 def elo_ratings(wins: NDArray[np.float64]) -> NDArray[np.float64]:

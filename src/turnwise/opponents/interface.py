@@ -20,7 +20,7 @@ class RunOpponents(Protocol):
         ...
 
     def follow(self, sampler: VersionedSampler) -> None:
-        """These are the policy's newest weights."""
+        """Take the policy's newest weights."""
         ...
 
     def count(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

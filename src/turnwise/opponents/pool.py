@@ -41,7 +41,7 @@ class PoolState(TypedDict):
     newest: str
     """The snapshot that the policy was last, or `start`."""
     results: dict[str, dict[str, list[float]]]
-    """Who the policy was, to opponent, to the games that it won and all games."""
+    """By snapshot that the policy was, then by opponent: the games that it won, and all games."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class OpponentPool:
     scripts: Sequence[str] = ()
     make_script: Callable[[str, Task], Opponent]
     snapshots: OrderedDict[str, Opponent] = field(default_factory=OrderedDict[str, Opponent])
-    """By name, oldest first."""
+    """The snapshots by name, oldest first."""
     paths: dict[str, str] = field(default_factory=dict[str, str])
-    """Of every snapshot that joined and whose files were not let go: where its checkpoint is."""
+    """Where the checkpoint of each snapshot is, while its files are kept."""
     newest: str = START
     results: dict[str, dict[str, list[float]]] = field(default_factory=dict[str, dict[str, list[float]]])
     _drawn: OrderedDict[tuple[str, int], Opponent] = field(default_factory=OrderedDict[tuple[str, int], Opponent])

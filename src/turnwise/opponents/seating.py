@@ -19,7 +19,7 @@ SAID = "opponent_said"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OpposedWorld(WorldWrapper):
-    """A two-sided world whose other seat is played by whoever `choose` names for a task and a seed."""
+    """A two-sided world whose other seat is played by the opponent that `choose` names for a task and a seed."""
 
     inner: World
     choose: Callable[[Task, int], Opponent]

@@ -4,9 +4,9 @@
     standings(games).ratings["runs/a"].number()          # Elo with its 95 % interval
 
 For each pair of players and each task there are two games, so that each has both seats. A rating is Bradley-Terry's
-strength on the Elo scale: whoever has the larger reward wins a game, and equal rewards are half a win each. Intervals
-come from drawing tasks again, because the games at one task are not independent. Own payoff, agreement and joint
-surplus stand beside it: who wins by being unreasonable has a high rating and a low joint surplus.
+strength on the Elo scale: the larger reward wins a game, and equal rewards are half a win each. Intervals come from
+drawing tasks again, because the games at one task are not independent. Own payoff, agreement and joint surplus stand
+beside it: a player that wins by being unreasonable has a high rating and a low joint surplus.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ class Quality:
 
     count: int
     success: float
-    """Share of successes: who always says the more frequent one is right so often, or 1 minus this."""
+    """Share of successes. A model that always gives the same answer has this accuracy, or 1 minus it."""
     accuracy: float
     f1: float
-    """Of successes; 0 if none was found."""
+    """The F1 of successes; 0 if none was found."""
     brier: float
     calibration_error: float
     """Mean gap between score and success over the bins, by their counts (ECE)."""

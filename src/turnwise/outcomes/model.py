@@ -139,7 +139,7 @@ def value_lesson(question: Datum, label: bool, weight: float) -> Datum:
 
 
 async def read_scores(client: TrainingClient, questions: Sequence[Datum]) -> list[float]:
-    """Values at the last positions, as probabilities: a value beyond the scale is as sure as it gets."""
+    """Values at the last positions, as probabilities: a value beyond the scale counts as 0 or 1."""
     output = await client.forward(list(questions), "value")
     values = [one["values"].tolist()[-1] for one in output.loss_fn_outputs]
     return [min(1.0, max(0.0, float(value))) for value in values]

@@ -87,7 +87,7 @@ def main():
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default 40)")
     parser.add_argument("--openings", type=int, default=4, help="openings per step (default 4)")
     parser.add_argument("--games", type=int, default=8, help="games per opening, which make one group (default 8)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of the training steps (default 1e-3)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="learning rate (default 1e-3)")
     options = parser.parse_args()
     started_s = time.monotonic()
     service = turnwise.ServiceClient()

@@ -26,7 +26,7 @@ def main():
     parser.add_argument("--tasks", type=int, default=8, help="tasks per round (default 8)")
     parser.add_argument("--group", type=int, default=4, help="attempts per task")
     parser.add_argument("--held-out", type=int, default=16, help="held-out tasks to measure on")
-    parser.add_argument("--learning-rate", type=float, default=2e-4, help="of the training steps (default 2e-4)")
+    parser.add_argument("--learning-rate", type=float, default=2e-4, help="learning rate (default 2e-4)")
     parser.add_argument("--dir", default=None, help="where the run is kept; default: a new directory below runs/")
     options = parser.parse_args()
     run = turnwise.train(

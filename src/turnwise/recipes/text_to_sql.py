@@ -38,14 +38,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a model of the store, the hub or a directory")
     parser.add_argument(
-        "--difficulty", default="easy", choices=["easy", "medium", "hard", "mixed"], help="of the tasks"
+        "--difficulty", default="easy", choices=["easy", "medium", "hard", "mixed"], help="difficulty of the tasks"
     )
     parser.add_argument("--warmup", type=int, default=12, help=f"supervised steps of {BATCH_SIZE} dialogues")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default 40)")
     parser.add_argument("--tasks", type=int, default=4, help="tasks per step (default 4)")
     parser.add_argument("--group", type=int, default=8, help="attempts per task")
     parser.add_argument("--held-out", type=int, default=32, help="held-out tasks to measure on")
-    parser.add_argument("--learning-rate", type=float, default=2e-4, help="of the training steps (default 2e-4)")
+    parser.add_argument("--learning-rate", type=float, default=2e-4, help="learning rate (default 2e-4)")
     parser.add_argument("--dir", default=None, help="where the run is kept; default: a new directory below runs/")
     with train(parser.parse_args()) as run:
         first, last = run.evaluations[0], run.evaluations[-1]

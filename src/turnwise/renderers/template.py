@@ -66,11 +66,6 @@ class TemplateRenderer:
     def stop_ids(self) -> tuple[int, ...]:
         return self._stop_ids
 
-    @property
-    def is_append_only(self) -> bool:
-        """Whether every next prompt extends the last one, whatever the reply is."""
-        return self._keeps_thinking
-
     def start(self, messages: Sequence[Message]) -> list[int]:
         if not messages:
             raise DataError("no messages; a conversation starts with at least one")

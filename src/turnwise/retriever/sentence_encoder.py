@@ -142,7 +142,7 @@ def _takes_mean(settings: Path) -> bool:
 
 
 def _checksum(folder: Path) -> str:
-    """Of the weights and the tokenizer: an index of another encoder is never taken for this one's."""
+    """The checksum of weights and tokenizer, so that an index of another encoder is never used with this one."""
     found = hashlib.sha256()
     for name in _FILES:
         with (folder / name).open("rb") as file:

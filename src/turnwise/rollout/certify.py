@@ -65,7 +65,7 @@ class TurnCheck:
     is_drifting: bool
 
     def line(self) -> str:
-        """For printing."""
+        """The check as a printable line."""
         ids = "ids equal" if self.has_same_ids else "ids DIFFER"
         gaps = (
             f"largest gap {self.max_gap:.2e}, mean k2 {self.mean_k2:.2e}" if self.num_tokens else "no logprobs compared"
@@ -116,7 +116,7 @@ class Certificate:
         return Certificate(**fields, turns=turns, drifts=drifts, drift=measured)
 
     def lines(self) -> list[str]:
-        """For printing."""
+        """The certificate as printable lines."""
         same = f"{sum(turn.has_same_ids for turn in self.turns)} of {self.num_turns} turns"
         gaps = f"largest gap {self.max_gap:.2e}, mean k2 {self.mean_k2:.2e} (at most {self.k2_tolerance:.0e})"
         tokens = f"{self.num_tokens} {'trained' if self.is_trained else 'compared'} tokens"
@@ -208,7 +208,7 @@ class _Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TurnInDatum:
     """The datum that holds a turn, and how the turn follows the one before."""
 
     sequence: _ReplayedSequence | None
@@ -225,20 +225,20 @@ class _Checker:
 
     def check_trajectory(self, trajectory: Trajectory, sequences: Sequence[_ReplayedSequence]) -> list[_Checked]:
         checked: list[_Checked] = []
-        for index, place in enumerate(_places(trajectory, sequences)):
+        for index, found in enumerate(_turns_in_datums(trajectory, sequences)):
             is_first_off = not any(one.check.is_drifting for one in checked)
-            checked.append(self._check_turn(trajectory, index, place, is_first_off))
+            checked.append(self._check_turn(trajectory, index, found, is_first_off))
         return checked
 
-    def _check_turn(self, trajectory: Trajectory, index: int, place: _Place, is_first_off: bool) -> _Checked:
+    def _check_turn(self, trajectory: Trajectory, index: int, found: _TurnInDatum, is_first_off: bool) -> _Checked:
         turn = trajectory.turns[index]
         trainer: Sequence[float] = ()
-        has_same_ids = place.link != "lost" and not place.has_extra
-        if place.sequence is not None:
-            span = place.sequence.span(turn)
-            has_same_ids &= all(is_trained == turn.is_trained for is_trained in place.sequence.mask[span])
+        has_same_ids = found.link != "lost" and not found.has_extra
+        if found.sequence is not None:
+            span = found.sequence.span(turn)
+            has_same_ids &= all(is_trained == turn.is_trained for is_trained in found.sequence.mask[span])
             is_comparable = self._only_version is None or set(turn.versions) == {self._only_version}
-            trainer = place.sequence.logprobs[span] if turn.is_trained and is_comparable else ()
+            trainer = found.sequence.logprobs[span] if turn.is_trained and is_comparable else ()
         gaps = [ours - theirs for ours, theirs in zip(trainer, turn.sampler_logprobs, strict=False)]
         finite = tuple(gap for gap in gaps if math.isfinite(gap))
         mean_k2 = sum(gap * gap for gap in finite) / 2 / max(len(finite), 1)
@@ -250,7 +250,7 @@ class _Checker:
             num_tokens=len(gaps),
             is_trained=turn.is_trained,
             has_same_ids=has_same_ids,
-            link=place.link,
+            link=found.link,
             max_gap=max((abs(gap) for gap in finite), default=0.0),
             mean_k2=mean_k2,
             is_drifting=at is not None,
@@ -292,7 +292,7 @@ class _Checker:
         return "all turns differ: the trainer has other weights or another context than the sampler"
 
 
-def _places(trajectory: Trajectory, sequences: Sequence[_ReplayedSequence]) -> list[_Place]:
+def _turns_in_datums(trajectory: Trajectory, sequences: Sequence[_ReplayedSequence]) -> list[_TurnInDatum]:
     """Find each turn in the datum of the turn before, after that turn, or in a later datum.
 
     A rewritten prompt may be the same as an earlier one, so a datum that begins with the turn may be that of another.
@@ -317,7 +317,7 @@ def _places(trajectory: Trajectory, sequences: Sequence[_ReplayedSequence]) -> l
     is_whole = "lost" not in links
     has_extra = [is_whole and sum(own.mask) > count for own, count in zip(sequences, num_sampled, strict=True)]
     return [
-        _Place(None, link, False) if place is None else _Place(sequences[place], link, has_extra[place])
+        _TurnInDatum(None, link, False) if place is None else _TurnInDatum(sequences[place], link, has_extra[place])
         for place, link in zip(found, links, strict=True)
     ]
 

@@ -52,7 +52,7 @@ class LagDrift:
         return str(self.lag) if self.lag <= MAX_LAG else "later"
 
     def line(self) -> str:
-        """For printing."""
+        """The drift at this lag as a printable line."""
         why = "numerics" if self.lag == 0 else "older weights"
         return (
             f"lag {self.name} ({why}): mean k2 {self.mean_k2:.2e}, mean |gap| {self.mean_abs:.2e}, "
@@ -124,7 +124,7 @@ class DriftReport:
         return {f"drift/{name}": value for name, value in found.items()}
 
     def lines(self) -> list[str]:
-        """For printing."""
+        """The drift at all lags as printable lines."""
         lines = [one.line() for one in self.by_lag]
         if self.worst is not None:
             lines.append(f"worst token: {self.worst}")

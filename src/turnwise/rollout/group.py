@@ -39,7 +39,7 @@ EventKind = Literal["attempt_done", "attempt_retried", "attempt_failed", "group_
 QUARANTINE_PARTIES = (Party.ENV, Party.TOOL, Party.JUDGE, Party.REWARD, Party.CONTEXT)
 """Only their failures count against a task: a sampler or an opponent that is down says nothing about it."""
 WORLD_PARTIES = (*QUARANTINE_PARTIES, Party.OPPONENT)
-"""Their failures, tries in a row over all tasks, close the world."""
+"""A world is given up after many tries in a row, over all tasks, that one of these parties failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ class Replay:
         return self.difference is None
 
     def lines(self) -> list[str]:
-        """For printing."""
+        """The result as printable lines."""
         name = f"attempt {self.recorded.attempt} at {self.recorded.task_id} (seed {self.recorded.seed})"
         if self.difference is None:
             turns = len(self.recorded.turns)

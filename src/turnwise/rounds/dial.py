@@ -128,7 +128,7 @@ class TaskDial:
         return [(level, missing) for level in levels if level >= self.level]
 
     def _draw_new(self, level: int, count: int, number: int, chosen: Sequence[ListedTask]) -> list[ListedTask]:
-        """Up to `count` tasks of a level that nobody has seen."""
+        """Up to `count` tasks of a level that were never proposed and are not held out."""
         ids, contents = self._store.known()
         ids |= {one.task.id for one in chosen}
         contents |= {content_of(one.task.data) for one in chosen}

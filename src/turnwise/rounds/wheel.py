@@ -82,7 +82,7 @@ class Flywheel:
     """One flywheel: its directory, what it did, and the way on."""
 
     def __init__(self, file: FlywheelFile, objects: PythonObjects = NO_OBJECTS) -> None:
-        """Nothing is written yet."""
+        """Prepare a flywheel; nothing is written yet."""
         self.file = file
         self.directory = file.directory
         self._objects = objects

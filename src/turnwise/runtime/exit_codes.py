@@ -16,6 +16,6 @@ class ExitCode(IntEnum):
     STALLED = 75
     """A party of the run did not answer in time; the run can be resumed from its last checkpoint."""
     INTERRUPTED = 130
-    """Somebody stopped the command: Ctrl-C, SIGTERM or `turnwise stop`."""
+    """The command was stopped: by Ctrl-C, SIGTERM or `turnwise stop`."""
     BROKEN_PIPE = 141
-    """Whoever read the output has closed it, as `head` does."""
+    """The reader of the output has closed it, as `head` does."""

@@ -55,7 +55,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _worlds_of(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Frames in the worlds that we ship: somebody else's code only by its place in the tree."""
+    """Frames in the worlds that we ship: code of a world, although it is in our own tree."""
     return [frame for frame in frames if _is_inside(Path(frame.filename), (_PACKAGE / "envs" / "library",))]
 
 

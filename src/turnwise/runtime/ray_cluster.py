@@ -1,4 +1,4 @@
-"""A Ray cluster, for whoever places processes on it. Every wait has a deadline: a call to a lost node never returns."""
+"""A Ray cluster, for code that starts processes on it. Waits have deadlines: a call to a lost node never returns."""
 
 from __future__ import annotations
 

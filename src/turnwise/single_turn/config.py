@@ -35,7 +35,7 @@ class RLConfig:
     """Longest response."""
     learning_rate: float = 2e-5
     temperature: float = 0.8
-    """Of sampling, and of the logprobs that are trained; above 0, since greedy responses of a group are all equal."""
+    """The temperature of sampling and of the trained logprobs; above 0, since greedy responses are all equal."""
     kl_penalty_coef: float = 0.0
     """Weight of KL(policy || base model) in the loss; 0 is off and costs nothing."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -49,7 +49,7 @@ class RLConfig:
     num_steps: int = 5
     """Optimizer steps."""
     seed: int = 0
-    """Of the adapter's first weights, the order of the dataset and the sampling: same seed, same run."""
+    """Seed of the adapter's first weights, of the dataset's order and of the sampling: same seed, same run."""
     save_name: str = "grpo"
     """The final sampler weights are saved under it."""
     deadline_s: float = 600.0

@@ -15,19 +15,22 @@ datum's own temperature, so the term is exact at any sampling temperature; a sam
 give them at temperature 1. The KL concerns every response, so with it no group is dropped: those with equal rewards
 are trained with advantage 0.
 
-Why this loop does not call `turnwise.train`: the two give other numbers, and MinT's programs expect these.
+Why this loop does not call `turnwise.train`: MinT's programs expect these requests and these numbers, and a run of
+`train` makes others.
 
-- A prompt is a list of token ids that the adapter makes, such as those of `"Q: What is 3 + 5?\\nA:"`, and a reward
-  reads the decoded text. `train` plays worlds of messages, and its renderer adds the chat template. A world could not
-  hand the ids over as text either: text that is decoded and encoded again may give other ids.
-- All responses of a group come from one request with one seed. `train` plays each attempt with a seed of its own.
-- Every response token weighs 1, as in MinT's loop, and datums have Tinker's columns alone. `train` divides by the
-  tokens of the batch and adds a `mask`.
-- A service needs `create_lora_training_client` and nothing else, and nothing is written but the final sampler weights.
-  `train` writes a run directory with checkpoints that it can resume.
+- A prompt is a list of token ids that the adapter makes, such as those of `"Q: What is 3 + 5?\\nA:"`. `train` plays
+  worlds of messages, and a renderer turns them into ids with the chat template. Ids that travel as text, decoded and
+  encoded again, may come back as other ids.
+- All responses of a group come from one request with one seed. `train` plays every attempt by itself, with a seed of
+  its own, so the same seed would draw other responses.
+- Every response token weighs 1, and datums have Tinker's columns alone. Methods of `train` divide by the size of the
+  step, and add the column `mask`.
+- The service needs `create_lora_training_client` and nothing else. It is asked for the weights, the gradient and the
+  update of each step, and at the end for the final sampler weights. `train` reads the model's sizes and tokenizer from
+  its files here, keeps a run directory, and saves checkpoints from which a run can be resumed.
 
-The two share the advantages (`turnwise.credit`), the table of losses, the clients with their deadlines, and the
-observer that prints.
+The two share the advantages (`turnwise.credit`), the table of losses, the clients with their deadlines, and the view
+that prints. `run_grpo` with a data set is a run of `train`.
 
 Axis `_G`: the responses of a group.
 """
@@ -86,7 +89,7 @@ class StepRecord:
     step: int
     num_steps: int
     rewards: tuple[float, ...]
-    """Of every response, group by group."""
+    """The reward of every response, group by group."""
     num_groups: int
     num_equal_groups: int
     """Groups whose responses all got the same reward."""

@@ -28,9 +28,9 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.limits import RolloutLimits
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import is_run
-from turnwise.training.deal import CurriculumRules, CurriculumTasks, Deal, MixedTasks, TaskDeck
 from turnwise.training.demonstrations import has_scripts
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
+from turnwise.training.task_order import CurriculumRules, CurriculumTasks, MixedTasks, TaskOrder, WorldTasks
 from turnwise.training.workers import bounded_by_workers, make_played_world
 from turnwise.types import AdamParams
 
@@ -41,7 +41,7 @@ class Parts:
 
     config: Config
     world: World
-    tasks: Deal
+    tasks: TaskOrder
     """Training tasks, by the number of the group that plays one."""
     held_out: tuple[Task, ...]
     rollout: RolloutConfig
@@ -52,7 +52,7 @@ class Parts:
     """Most tokens that the model takes."""
     shaping: Shaping = NO_SHAPING
     limits: Mapping[str, RolloutConfig] = field(default_factory=dict[str, RolloutConfig])
-    """Of several worlds, by the name of each: `rollout` with its own limits."""
+    """For a run in several worlds: `rollout` with the limits of each world, by its name."""
 
     @property
     def needs_critic(self) -> bool:
@@ -92,7 +92,7 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
     return Parts(
         config=config,
         world=world,
-        tasks=make_deal(config, world),
+        tasks=make_task_order(config, world),
         held_out=held_out,
         rollout=rollout,
         limits=leaf_limits(config, world, facts.context_length),
@@ -119,21 +119,21 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
 
 
 def leaf_limits(config: Config, world: World, context_length: int) -> dict[str, RolloutConfig]:
-    """Of several worlds, by the name of each: how it is played within its own limits; of one world, nothing."""
+    """For a run in several worlds: how each is played within its own limits, by its name. Empty for one world."""
     if not isinstance(world, JointWorld):
         return {}
     return {name: config.rollout.for_world(leaf, context_length) for name, leaf in leaves(world).items()}
 
 
-def make_deal(config: Config, world: World) -> Deal:
+def make_task_order(config: Config, world: World) -> TaskOrder:
     """Which training task each group of a run gets."""
     allowed = (lambda task: not world.is_apart(task)) if isinstance(world, JointWorld) else None
-    return _deal(config, config.env, world, lambda task: task, allowed or (lambda _: True))
+    return _order(config, config.env, world, lambda task: task, allowed or (lambda _: True))
 
 
-def _deal(
+def _order(
     config: Config, env: OneWorld, world: World, name_task: Callable[[Task], Task], allowed: Callable[[Task], bool]
-) -> Deal:
+) -> TaskOrder:
     """Args:
     name_task: Gives a task of this world the id that it has in the run.
     allowed: Whether a task with that id may be trained on.
@@ -144,17 +144,17 @@ def _deal(
         tasks = [task for task in drawn if allowed(task)]
         if drawn and not tasks:
             raise ConfigError(f"every training task of {drawn[0].id} and its like is held out by another world")
-        return TaskDeck(tasks, train.tasks_per_step, seed)
+        return WorldTasks(tasks, train.tasks_per_step, seed)
 
-    def deal_part(name: str, own: OneWorld) -> Deal:
-        return _deal(config, own, world.parts[name], lambda task: name_task(world.joint_task(name, task)), allowed)
+    def order_part(name: str, own: OneWorld) -> TaskOrder:
+        return _order(config, own, world.parts[name], lambda task: name_task(world.joint_task(name, task)), allowed)
 
     if world.kind == "level":
-        decks = {name: deal_part(name, env) for name in world.parts}
-        levels = {name: deck for name, deck in decks.items() if isinstance(deck, TaskDeck)}
+        orders = {name: order_part(name, env) for name in world.parts}
+        levels = {name: order for name, order in orders.items() if isinstance(order, WorldTasks)}
         return CurriculumTasks(levels, CurriculumRules.of(env), seed)
     assert isinstance(env, EnvConfig), "a mix is not a member of a mix"
-    members = {name: deal_part(name, env.mix[name]) for name in world.parts}
+    members = {name: order_part(name, env.mix[name]) for name in world.parts}
     return MixedTasks(members, {name: member.share for name, member in env.mix.items()})
 
 

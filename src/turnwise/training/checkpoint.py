@@ -32,7 +32,7 @@ from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import CheckpointRow, EvaluationRow, PoolRow
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.critic import Critic, PlateauState
-from turnwise.training.deal import DealState
+from turnwise.training.task_order import TaskOrderState
 from turnwise.watch.alarms import AlarmState
 
 CRITIC_PATH, CRITIC_BATCHES = "critic_path", "critic_pretrained"
@@ -63,7 +63,7 @@ class RunState:
     """Whether those batches still helped; None where the method has no critic."""
     opponents: PoolState | None = None
     """The pool of opponents; None where there is none."""
-    deal: DealState | None = None
+    deal: TaskOrderState | None = None
     """Which levels a curriculum had dealt, and how they went; None where tasks follow from their numbers alone."""
     pool: tuple[PoolRow, ...] = ()
     """Groups that were dealt and not yet learned from."""

@@ -12,7 +12,7 @@ from turnwise.training.plan import attempts_per_task
 from turnwise.training.setup import Setup
 
 DATUM_BYTES = 48
-"""Of one token of a datum on its way to a learner: six columns of eight bytes."""
+"""Bytes of one token of a datum that is sent to a learner: six columns of eight bytes."""
 START_STATES = 3
 """A learner that starts takes over the weights and two moments."""
 
@@ -22,19 +22,19 @@ class ClusterTraffic:
     """Bytes and requests of one training step."""
 
     gradients: int
-    """That each learner sends, over all optimizer steps of the step."""
+    """Bytes of gradients that each learner sends, over all optimizer steps of the step."""
     datums: int
-    """That the first learner sends to the others together."""
+    """Bytes of datums that the first learner sends to all others together."""
     state: int
-    """That one learner receives when it starts, or starts again."""
+    """Bytes that one learner receives when it starts, or starts again."""
     env_requests: int
-    """To env workers."""
+    """Requests to env workers."""
     gathered: int = 0
-    """Weights that each learner receives in one training pass, where the learners hold them in parts."""
+    """Bytes of weights that each learner receives in one training pass, if the learners hold them in parts."""
     pass_gradients: int = 0
-    """That each learner sends in one training pass, if parts of all weights are trained."""
+    """Bytes of gradients that each learner sends in one training pass, if all weights are trained in parts."""
     published: int = 0
-    """New weights that each sampler of several receives."""
+    """Bytes of new weights that each sampler receives, if there are several."""
 
 
 def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:

@@ -35,7 +35,7 @@ from turnwise.trajectory import Message, Trajectory
 from turnwise.types import AdamParams, Datum
 
 NUM_PARTS = 5
-"""Of an attempt, by which the error on held-out attempts is told."""
+"""The error on held-out attempts is reported for this many parts of an attempt, from its first to its last turns."""
 Taught = tuple[Trajectory, TrajectoryValues, Sequence[FloatArray]]
 """An attempt, what the critic said of it, and what it should have said: [S] per turn."""
 

@@ -37,7 +37,7 @@ class EvaluationFailedError(TurnwiseError):
 async def evaluate(
     rollouts: Mapping[str, Rollout], tasks: Sequence[Task], *, seed: int, label: str, step: int
 ) -> Evaluation:
-    """`play_panel` for somebody who wants a number: an evaluation in which every attempt failed has none."""
+    """`play_panel` for a caller that needs a number: an evaluation in which every attempt failed has none."""
     failures = FirstFailures()
     for rollout in rollouts.values():
         rollout.stats.failures = failures

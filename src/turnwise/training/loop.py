@@ -285,7 +285,7 @@ class Loop:
     async def _learn(self, step: int, version: int) -> tuple[Batch, list[Learned], float]:
         """Play and learn from the batches of a step, then move the weights; also the seconds of playing.
 
-        Whoever stops in between loses nothing: the batches go back to the pool, and their gradients are made again.
+        A stop in between loses nothing: the batches go back to the pool, and their gradients are made again.
         """
         num_batches = self._config.train.accumulate
         batches: list[Batch] = []
@@ -357,7 +357,7 @@ class Loop:
         return row
 
     def _take_orders(self, *, is_last: bool = False) -> None:
-        """Settings that somebody changed while the run goes on; a run that is resumed has those that came last too."""
+        """Take settings that were changed while the run goes on; a run that is resumed has those that came last too."""
         for name, value in self._steering.take(is_last=is_last).items():
             config = self._steering.apply(self._config, name, value)
             self._config = config

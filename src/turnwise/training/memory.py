@@ -102,7 +102,7 @@ class Memory:
         )
 
     def line(self) -> str:
-        """As the plan says it."""
+        """The memory as a line of the plan."""
         is_full = self.trained == "full"
         twice = " (activations computed twice)" if self.is_recomputed else ""
         twice = f" (in parts of {self.num_part_tokens:,})" if self.num_part_tokens else twice
@@ -130,7 +130,7 @@ def estimate_memory(
     limits: RolloutLimits,
     num_attempts: int,
 ) -> Memory:
-    """Of a run with this config.
+    """The memory of a run with this config.
 
     Args:
         num_attempts: dialogues that one optimizer step learns from, at most.

@@ -117,7 +117,7 @@ def long_table() -> str:
 
 
 def long_memory(num_tokens: int, activations: str) -> Memory:
-    """Of a run whose attempts have up to `num_tokens` tokens."""
+    """The memory of a run whose attempts have up to `num_tokens` tokens."""
     config = Config.model_validate({"model": {"name": LONG_MODEL}, "env": {"name": "guess_number"}})
     bytes_of_card = max(CARDS.values()) * GIB
     device = DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=bytes_of_card, total_bytes=bytes_of_card)

@@ -43,10 +43,10 @@ class MergePart:
     """One of the trained models that are merged."""
 
     target: str
-    """As the user named it."""
+    """The name that the user gave."""
     directory: Path
     step: int
-    """Of its run; 0 where it is no run."""
+    """The step of its run; 0 if it is no run."""
     base: Path
     """The directory of its base model."""
     is_full: bool
@@ -59,7 +59,7 @@ class Merged:
 
     directory: Path
     rank: int | None
-    """Of the adapter; None for full weights."""
+    """The rank of the adapter; None for full weights."""
 
 
 def split_weight(word: str) -> tuple[str, float | None]:

@@ -20,9 +20,9 @@ from turnwise.training.setup import Report, read_config
 
 SEARCH_TASKS, FINAL_TASKS = slice(0, None, 2), slice(1, None, 2)
 DEFAULT_TASKS = 64
-"""In place of `eval.tasks=0`, for the table."""
+"""Tasks for the table if `eval.tasks` is 0."""
 Rows = Mapping[str, EvaluationRow]
-"""By world."""
+"""One evaluation for each world, by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

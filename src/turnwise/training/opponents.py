@@ -1,4 +1,4 @@
-"""The opponents of a run: from the words of `env.options.opponent` to somebody who plays.
+"""The opponents of a run: from the words of `env.options.opponent` to players.
 
     fair, tough ...        a script of the world
     base                   the model before training
@@ -234,7 +234,7 @@ class Opponents:
             )
 
     def player(self, words: str) -> Opponent | None:
-        """Whoever these words name, loaded; None if it is a script of the world."""
+        """The opponent that these words name, loaded; None if it is a script of the world."""
         source = find_source(words, self._sided)
         if source.kind == "script":
             return None
@@ -263,7 +263,7 @@ class Opponents:
         return {words: self.world_against(words) for words in self.panel}
 
     def follow(self, sampler: VersionedSampler) -> None:
-        """These are the policy's newest weights, for opponent=self."""
+        """Take the policy's newest weights, for opponent=self."""
         if self._newest is None:
             self._newest = NewestSampler(sampler.client, sampler.version)
             self._made[SELF] = self._as_opponent(SELF, self._newest)

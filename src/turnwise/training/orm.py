@@ -35,10 +35,10 @@ from turnwise.runlog.schema import AttemptRow
 from turnwise.runtime.blocking import run_to_end
 from turnwise.runtime.section import Section
 from turnwise.training.checkpoint import choose_checkpoint
-from turnwise.training.deal import ShuffledItems
 from turnwise.training.run import Run
 from turnwise.training.setup import AnyService, set_up_new, set_up_resume
 from turnwise.training.stored import origin_of
+from turnwise.training.task_order import ShuffledItems
 from turnwise.types import AdamParams, Datum
 from turnwise.watch.observer import Observer
 from turnwise.watch.status import run_lock
@@ -75,7 +75,7 @@ class OrmResult:
 
     directory: Path
     quality: Quality
-    """On the held-out tasks."""
+    """How good the model is on the held-out tasks."""
 
     @property
     def model(self) -> OutcomeModel:
@@ -254,11 +254,11 @@ class BestOfN:
     """Tasks that the model has learned from."""
     mean_size: float
     random: float
-    """Of an attempt taken at random."""
+    """Success of an attempt taken at random."""
     picked: float
-    """Of the attempt with the highest score; the first of equals."""
+    """Success of the attempt with the highest score; of equal ones the first."""
     oracle: float
-    """Of the best one: whether any succeeded."""
+    """Success of the best attempt: whether any succeeded."""
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)

@@ -44,13 +44,13 @@ class StoredPair:
     run: str = ""
     """The run or checkpoint that it comes from; empty: the model as it is."""
     step: int = 0
-    """Of that run."""
+    """The step of that run."""
     opponent: str = ""
     """Who had the other side; empty where the world has one side, or a file was written without it."""
     task: Mapping[str, Any]
     """The task's data."""
     rest: tuple[Trajectory, ...] = ()
-    """Of kind dpo: the other dialogues of the task, neither the best nor the worst. No loss reads them."""
+    """In a pair of kind dpo: the other dialogues of the task, neither the best nor the worst. No loss reads them."""
 
 
 def check_can_write(path: Path) -> None:

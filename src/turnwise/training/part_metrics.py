@@ -7,13 +7,13 @@ from statistics import fmean
 
 from turnwise.envs.base import World
 from turnwise.envs.joint import LEVEL_LABEL, SEPARATOR, JointWorld, labels_of, leaf_of
-from turnwise.training.deal import Deal
 from turnwise.training.pool import PoolEntry, judged_outcomes
 from turnwise.training.supply import Batch
+from turnwise.training.task_order import TaskOrder
 from turnwise.trajectory import WORLD_LABEL
 
 
-def part_metrics(world: World, tasks: Deal, batch: Batch) -> dict[str, float]:
+def part_metrics(world: World, tasks: TaskOrder, batch: Batch) -> dict[str, float]:
     """What was played of each world and each level; nothing where there is one world without a curriculum."""
     if not isinstance(world, JointWorld) or batch.taken is None:
         return {}

@@ -42,7 +42,6 @@ class Plan:
     """Upper bound over training and evaluation."""
     max_eval_tokens: int
     """Upper bound of those that evaluation samples."""
-    num_warmup_steps: int
     num_optimizer_steps: int
     num_trained_parameters: int
     memory: Memory | None
@@ -91,7 +90,6 @@ def make_plan(
         max_turns=limits.max_turns,
         max_sampled_tokens=(train_attempts + shared + eval_attempts) * per_attempt,
         max_eval_tokens=eval_attempts * per_attempt,
-        num_warmup_steps=config.warmup.steps,
         num_optimizer_steps=config.warmup.steps + train.steps * train.substeps,
         num_trained_parameters=facts.num_adapter_parameters(config.model)
         if config.model.train == "lora"
@@ -223,7 +221,7 @@ def _schedule(train: TrainConfig) -> str:
 
 
 def _active(facts: ModelFacts) -> str:
-    """Of a mixture of experts, what one token uses."""
+    """The parameters that one token of a mixture of experts uses, in words."""
     active = facts.num_active_parameters
     return "" if active == facts.num_parameters else f" ({format_count(active)} of them for each token)"
 

@@ -45,11 +45,11 @@ class PlannedAttempt:
 
     turns: float
     prompt_tokens: float
-    """Of the first prompt."""
+    """Tokens of the first prompt."""
     reply_tokens: float
-    """Sampled in each turn."""
+    """Tokens sampled in each turn."""
     total_tokens: float
-    """Of the whole dialogue."""
+    """Tokens of the whole dialogue."""
     source: str
     """Where the numbers are from, in words."""
 
@@ -67,18 +67,18 @@ class TimePlan:
     env_turn_s: float | None
     """One turn of the env; None: not measured."""
     sampling_s: float
-    """Of one step."""
+    """Seconds of sampling in one step."""
     env_s: float
-    """Of one step."""
+    """Seconds of the envs in one step."""
     training_s: float
-    """Of one step."""
+    """Seconds of training in one step."""
     evaluation_s: float
-    """Of all evaluations."""
+    """Seconds of all evaluations."""
     warmup_s: float
-    """Of all supervised steps."""
+    """Seconds of all supervised steps."""
     num_steps: int
     longest_step_s: float
-    """Of a step in which every attempt uses all of its turns and tokens."""
+    """Seconds of a step in which every attempt uses all of its turns and tokens."""
     shape: PlannedAttempt
     left_out: Sequence[str] = ()
 
@@ -91,7 +91,7 @@ class TimePlan:
         return self.speed.load_s + self.warmup_s + self.evaluation_s + self.num_steps * self.step_s
 
     def lines(self) -> list[str]:
-        """As the plan says it."""
+        """The times as lines of the plan."""
         env = "" if self.env_turn_s is None else f", env {_seconds(self.env_s)}"
         parts = f"load {_seconds(self.speed.load_s)}, warm-up {_seconds(self.warmup_s)}, evaluation "
         parts += f"{_seconds(self.evaluation_s)}"
@@ -165,7 +165,7 @@ def _speed_load(config: Config, parts: Parts, shape: PlannedAttempt) -> SpeedLoa
 
 
 def _rounded(count: float) -> int:
-    """To two digits, so that a small change of a world does not ask for another measurement."""
+    """Round to two digits, so that a small change of a world does not ask for another measurement."""
     return max(1, int(float(f"{count:.2g}")))
 
 

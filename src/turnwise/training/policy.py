@@ -54,9 +54,9 @@ from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 
 ADAPTER_FILE, WHOLE_FILE = "adapter_config.json", "model.safetensors"
-"""By which a checkpoint is known as an adapter, or as a whole model."""
+"""The files that show whether a checkpoint is an adapter or a whole model."""
 DEFAULT_WORLD = "guess_number"
-"""Whose config a policy gets that belongs to no world; nothing of the world is used for talking."""
+"""A policy without a world gets the config of this one; talking uses nothing of the world."""
 Prompt = str | Sequence[Message | Mapping[str, str]]
 """What a user says, or a conversation so far as messages or dicts with role and content."""
 

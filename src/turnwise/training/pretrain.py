@@ -30,10 +30,10 @@ from turnwise.rollout.stats import RolloutStats
 from turnwise.runtime.blocking import in_thread
 from turnwise.training.assemble import Parts, make_optim
 from turnwise.training.critic import Critic
-from turnwise.training.deal import ShuffledItems
 from turnwise.training.demonstrations import Demonstrations, has_scripts, read_demonstrations
 from turnwise.training.metrics import strip_reductions
 from turnwise.training.stored import read_critic_attempts
+from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import AdamParams, Datum
 from turnwise.watch.interrupt import Interrupt

@@ -446,7 +446,7 @@ class Run(ClosedOnExit):
     # --- inside
 
     def _train(self) -> None:
-        """In the thread of the loop."""
+        """Run the whole session; this is the loop's thread."""
         assert self._session is not None
         outcome: State = "failed"
         try:

@@ -83,7 +83,7 @@ class TrainingSession:
             self._lock = lock.pop_all()
 
     def run(self) -> Outcome:
-        """Train to the end, or until somebody stops it; saves in both cases. Runs its own event loop."""
+        """Train to the end, or until it is stopped; saves in both cases. Runs its own event loop."""
         config = self.setup.config
         with self._lock:
             writer = RunWriter.reopen(self.setup.directory, max_size_mb=config.run.max_size_mb)
@@ -171,7 +171,7 @@ class TrainingSession:
 
     @contextlib.contextmanager
     def _open_opponents(self, service: AnyService, recorder: Recorder) -> Iterator[Opponents | None]:
-        """Load whoever plays the other seat; None where the world has no opponent, or a script of its own."""
+        """Load the opponent; None where the world has no opponent, or a script of its own."""
         config, parts, start = self.setup.config, self.setup.parts, self.setup.start
         if not needs_opponents(config, parts.world):
             yield None

@@ -116,7 +116,7 @@ class Forecast:
 
     step_s: float
     staleness: tuple[int, ...]
-    """Of every group that was learned from."""
+    """The staleness of every group that was learned from."""
     sampler_idle: float
     """Share of the samplers' time in which they draw nothing."""
     learner_idle: float
@@ -199,7 +199,7 @@ class Simulation:
         """Samplers that draw now."""
         self._is_training = False
         self._train_left_s = 0.0
-        """Of the step under way, if nothing else used the learners' devices."""
+        """Seconds left of the step under way, if nothing else used the learners' devices."""
         self._train_since = 0.0
         self._train_stamp = 0
         self._version = 0
@@ -309,12 +309,12 @@ class Simulation:
 
     @property
     def _sampler_share(self) -> float:
-        """Of its device that a sampler has."""
+        """The share of its device that a sampler gets."""
         return 0.5 if self._is_training and self._shape.is_colocated else 1.0
 
     @property
     def _learner_share(self) -> float:
-        """Of their devices that learners have: the slowest one holds up the others."""
+        """The share of their devices that learners get; the slowest learner holds up the others."""
         return 0.5 if self._shape.is_colocated and self._num_drawing else 1.0
 
     def _plan_reply(self, sampler: _SimulatedSampler) -> None:

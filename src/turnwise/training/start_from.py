@@ -15,7 +15,7 @@ from turnwise.config.files import config_from_yaml
 from turnwise.errors import ConfigError
 from turnwise.models import store as model_store
 from turnwise.models.config import ModelConfig
-from turnwise.models.directories import find_local
+from turnwise.models.directories import is_same_model
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.checkpoint import choose_checkpoint
 
@@ -56,7 +56,7 @@ def _of_checkpoint(start: str, config: Config) -> str:
         )
     if info is not None:
         wanted = config.model.alias or config.model.name
-        if _place(info.stored_model) != _place(wanted) and _place(info.model_directory) != _place(wanted):
+        if not any(is_same_model(one, wanted) for one in (info.stored_model, info.model_directory)):
             raise ConfigError(
                 f"model.from={start} belongs to {info.stored_model}, and model.name is {wanted}; expected a checkpoint "
                 "of the same base model"
@@ -73,7 +73,7 @@ def _of_checkpoint(start: str, config: Config) -> str:
 
 def _check_same(stored: ModelConfig, wanted: ModelConfig, option: str) -> None:
     names = (stored.alias or stored.name, wanted.alias or wanted.name)
-    if _place(names[0]) != _place(names[1]):
+    if not is_same_model(*names):
         raise ConfigError(
             f"{option} was trained on model={names[0]}, and this run has model={names[1]}; an adapter belongs to its "
             f"base model: set model={names[0]}"
@@ -84,8 +84,3 @@ def _check_same(stored: ModelConfig, wanted: ModelConfig, option: str) -> None:
                 f"{option} has model.{name}={getattr(stored, name)}, and this run has {getattr(wanted, name)}; "
                 f"set model.{name}={getattr(stored, name)}"
             )
-
-
-def _place(model: str) -> Path | str:
-    """The model's directory where it is on this machine: one model may go by its name and by its path."""
-    return find_local(model) or model

@@ -23,7 +23,7 @@ from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_trajectory
 from turnwise.envs.joint import SEPARATOR
 from turnwise.errors import ConfigError, DataError
 from turnwise.methods.sft import Dialogue
-from turnwise.models.directories import find_local
+from turnwise.models.directories import is_same_model
 from turnwise.rollout.sources import ReadDialogues, ReadPairs
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import AttemptRow
@@ -66,21 +66,15 @@ def origin_of(config: Config, member: str = "") -> Origin:
 
 def check_origin(came: Origin, wanted: Origin, source: str, *, other: str = "this run has") -> None:
     """Refuse what another model or another world made."""
-    is_same_model = came.model == wanted.model or _place(came.model) == _place(wanted.model)
     for option, was, expected, is_same in (
         ("env.name", came.world, wanted.world, came.world == wanted.world),
-        ("model.name", came.model, wanted.model, is_same_model),
+        ("model.name", came.model, wanted.model, is_same_model(came.model, wanted.model)),
     ):
         if not is_same:
             raise ConfigError(
                 f"{source} was played with {option}={was}; {other} {expected}. Its ids and rewards mean something else "
                 "there: name data of the same world and model"
             )
-
-
-def _place(model: str) -> Path | str:
-    """The model's directory where it is on this machine: one model may go by its name and by its path."""
-    return find_local(model) or model
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from turnwise.rollout.stats import FirstFailures, RolloutStats
 from turnwise.runtime.blocking import in_thread
 from turnwise.training.assemble import Parts
 from turnwise.training.checkpoint import RunState
-from turnwise.training.deal import ShuffledItems
 from turnwise.training.demonstrations import read_demonstrations
 from turnwise.training.pool import (
     GroupPlan,
@@ -51,6 +50,7 @@ from turnwise.training.pool import (
     rows_to_entries,
 )
 from turnwise.training.stored import check_stored_data, read_run_dialogues, read_training_pairs
+from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.watch.watchdog import Watchdog
 
@@ -65,7 +65,7 @@ class Taken:
     stale: Sequence[PoolEntry]
     """Groups that grew too old, and are learned from by nobody."""
     staleness: Sequence[int]
-    """Of each group in which something was drawn: updates since its oldest token."""
+    """For each group in which something was drawn: the updates since its oldest token."""
 
     def result(self) -> RolloutResult:
         """As if it had been played in one go, in the order of their numbers."""
@@ -120,7 +120,7 @@ class Stream:
             self._playing[asyncio.create_task(self._play(entry))] = entry
 
     def publish(self, sampler: VersionedSampler) -> None:
-        """From now on these are the newest weights."""
+        """Sample with these weights from now on."""
         self._newest.follow(sampler)
 
     def learned(self, num_batches: int) -> None:
@@ -212,7 +212,7 @@ class Stream:
         return rollout
 
     def _waits_for(self) -> str:
-        """In words, which groups hold the loop up."""
+        """The groups that hold up the loop, in words."""
         holding = self.pool.held_up_by
         counts = ", ".join(f"{count} {state}" for state, count in self.pool.counts().items())
         if holding and self._parts.config.train.max_staleness:
@@ -264,7 +264,7 @@ class Batch:
     """What one step learns from."""
 
     played: RolloutResult
-    """Its groups have their rewards shaped; its stats count what the env gave."""
+    """What was played. The groups have shaped rewards; the stats count the env's own rewards."""
     kept: Kept
     as_played: Sequence[TrajectoryGroup] = ()
     """The groups of `played`, with the rewards that the env gave."""
@@ -382,7 +382,7 @@ class Supply:
         return Batch(played=played, kept=kept, as_played=result.groups, items=kept.groups, taken=taken)
 
     def publish(self, sampler: VersionedSampler) -> None:
-        """From now on these are the newest weights."""
+        """Sample with these weights from now on."""
         if self.stream is not None:
             self.stream.publish(sampler)
 

@@ -1,4 +1,4 @@
-"""The server of the page: answers for whoever has the token, and files that hold no data for anybody.
+"""The server of the page: answers for those who have the token, and files without data for everybody.
 
 The token travels in a header of its own, never in a cookie, so that another site cannot make a browser send it. Hosts
 are checked too: a name that an attacker points at this machine is refused (DNS rebinding). Nothing that a model or an

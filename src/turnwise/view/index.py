@@ -26,7 +26,7 @@ COLUMNS = (
     "duration_s, time"
 )
 LAYOUT = 3
-"""Of the side index; a file with another one is made again."""
+"""The layout of the side index; a file with another layout is made again."""
 ROWS_AT_ONCE = 4000
 TEXTS_AT_ONCE = 200
 _TABLES = """

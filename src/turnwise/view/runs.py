@@ -41,7 +41,7 @@ class RunFolder:
 
     def __init__(self, place: Path) -> None:
         self.shown_place = str(place)
-        """As the user wrote it."""
+        """The path as the user wrote it."""
         self.place = place.expanduser().absolute()
         self._configs: dict[str, Json] = {}
         self._over: dict[Path, Json] = {}

@@ -88,7 +88,7 @@ def _announce(url: str, pages: Pages, *, is_local: bool, opens_browser: bool) ->
     count = len(pages.folder.directories())
     print(f"{count} run{'s' if count != 1 else ''} below {pages.folder.shown_place}", file=sys.stderr)
     if not is_local:
-        print("other machines can reach this; whoever has the address can stop and steer runs", file=sys.stderr)
+        print("other machines can reach this; anyone with the address can stop and steer runs", file=sys.stderr)
     print(f"open {url}", file=sys.stderr)
     print("Ctrl-C ends the viewer", file=sys.stderr, flush=True)
     if opens_browser and _has_browser():

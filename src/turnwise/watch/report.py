@@ -83,7 +83,7 @@ def _ended_early(run: RunReader) -> list[str]:
 
 
 def _not_moved(run: RunReader) -> list[str]:
-    """That no step of the run changed the policy, and why."""
+    """A line that says why no step of the run changed the policy, if that is so."""
     ends = [event for event in run.events() if event.kind in ("resumed", "not_moved")]
     if not ends or ends[-1].kind == "resumed":
         return []

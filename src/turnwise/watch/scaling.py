@@ -33,9 +33,9 @@ class ScaledAttempt:
     num_turns: int
     num_tokens: int
     score: float | None = None
-    """Of an outcome model."""
+    """The score that an outcome model gave."""
     answer: str | None = None
-    """Its final answer, where the world records one."""
+    """The final answer; None if the world records none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

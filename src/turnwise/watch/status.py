@@ -23,10 +23,12 @@ from turnwise.runtime.pending_calls import PendingCall
 STATUS_FILE = "status.json"
 LOCK_FILE = "run.lock"
 LOOK_S, LOOKS = 0.05, 6
-"""Whoever looks whether a run is alive holds its lock for a moment (`is_training`); so a lock that is taken is tried
-again a few times."""
+"""A process that looks whether a run is alive holds its lock for a moment (`is_training`), so a lock that is taken is
+tried again a few times."""
 SHOWN_CALLS = 20
 """How many of the longest pending calls the file holds."""
+OLD_NAMES = {"waits": "pending_calls", "num_waits": "num_pending_calls"}
+"""Names in the status files of runs that an earlier version of turnwise trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +66,10 @@ class Status:
     """Number of weight updates so far."""
     reason: str
     """What the loop waits for now, in words; empty while it computes."""
-    waits: tuple[ShownCall, ...] = ()
-    """Pending calls, the longest first. Status files name them `waits`."""
-    num_waits: int = 0
+    pending_calls: tuple[ShownCall, ...] = ()
+    """The calls that have been waited for the longest, the longest first."""
+    num_pending_calls: int = 0
+    """Number of all pending calls."""
     pool: dict[str, int] = field(default_factory=dict[str, int])
     """Number of groups by state, and of attempts that are being played."""
     alarms: tuple[str, ...] = ()
@@ -87,8 +90,10 @@ def read_status(directory: Path) -> Status | None:
     """The latest status; None if there is none."""
     try:
         fields: dict[str, Any] = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
-        waits = tuple(ShownCall(**wait) for wait in fields.pop("waits"))
-        return Status(**{**fields, "alarms": tuple(fields["alarms"])}, waits=waits)
+        for old in OLD_NAMES.keys() & fields:
+            fields[OLD_NAMES[old]] = fields.pop(old)
+        calls = tuple(ShownCall(**call) for call in fields.pop("pending_calls"))
+        return Status(**{**fields, "alarms": tuple(fields["alarms"])}, pending_calls=calls)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

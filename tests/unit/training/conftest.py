@@ -19,9 +19,9 @@ from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method
 from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints
-from turnwise.training.deal import TaskDeck
 from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.record import Recorder
+from turnwise.training.task_order import WorldTasks
 from turnwise.trajectory import Message
 from turnwise.watch.interrupt import Interrupt
 from turnwise.watch.terminal import LineView
@@ -112,7 +112,7 @@ class Rig:
         return Parts(
             config=config,
             world=self.world,
-            tasks=TaskDeck(self.world.tasks("train", 6, 0), config.train.tasks_per_step, 0),
+            tasks=WorldTasks(self.world.tasks("train", 6, 0), config.train.tasks_per_step, 0),
             held_out=tuple(self.world.tasks("test", config.eval.tasks, 0)),
             rollout=rollout,
             eval_rollout=make_eval_rollout(config, rollout),

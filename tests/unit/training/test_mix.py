@@ -24,10 +24,10 @@ from turnwise.opponents.seating import two_sided
 from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader
 from turnwise.training.assemble import Parts, assemble, held_out_tasks
-from turnwise.training.deal import MixedTasks, TaskDeck
 from turnwise.training.evaluate import play_evaluation
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
 from turnwise.training.policy import WorldChoice
+from turnwise.training.task_order import MixedTasks, WorldTasks
 from unit.training.conftest import CoinWorld, MakeRig, Rig
 
 DOORS = ("env.mix={doors: {name: key_door, difficulty: 1, share: 3}, guess: {name: guess_number}}", "model=tiny")
@@ -137,12 +137,12 @@ def _joint(rig: Rig, **parts: CoinWorld) -> Rig:
 
     def make() -> Parts:
         own = plain()
-        decks = {
-            name: TaskDeck([world.joint_task(name, task) for task in part.tasks("train", 6, 0)], 2, 0)
+        orders = {
+            name: WorldTasks([world.joint_task(name, task) for task in part.tasks("train", 6, 0)], 2, 0)
             for name, part in parts.items()
         }
         held_out = [world.joint_task(name, task) for name, part in parts.items() for task in part.tasks("test", 3, 0)]
-        return replace(own, world=world, tasks=MixedTasks(decks, dict.fromkeys(parts, 1.0)), held_out=tuple(held_out))
+        return replace(own, world=world, tasks=MixedTasks(orders, dict.fromkeys(parts, 1.0)), held_out=tuple(held_out))
 
     rig.parts = make  # type: ignore[method-assign]
     return rig
@@ -222,8 +222,8 @@ def test_a_curriculum_in_a_world_without_verdicts_is_refused(make_rig: MakeRig) 
     rig = make_rig({"train": {"steps": 1}, "eval": {"tasks": 0}})
     world = JointWorld(name="coin", kind="level", parts={"level0": Silent()}, sources={"level0": "coin"})
     plain = rig.parts
-    deck = TaskDeck([world.joint_task("level0", task) for task in Silent().tasks("train", 4, 0)], 2, 0)
-    rig.parts = lambda: replace(plain(), world=world, tasks=deck)  # type: ignore[method-assign]
+    order = WorldTasks([world.joint_task("level0", task) for task in Silent().tasks("train", 4, 0)], 2, 0)
+    rig.parts = lambda: replace(plain(), world=world, tasks=order)  # type: ignore[method-assign]
     with pytest.raises(TurnwiseError, match="without saying whether it succeeded"):
         asyncio.run(rig.loop().run())
 

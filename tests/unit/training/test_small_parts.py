@@ -1,4 +1,4 @@
-"""The deck, intervals, the curve, the view, the plan, loggers: small things, each with its claim."""
+"""Shuffled items, intervals, the curve, the view, the plan, loggers: small things, each with its claim."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from turnwise.rollout.group import DroppedGroup, RolloutResult
 from turnwise.rollout.stats import RolloutStats
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.training.assemble import split_evenly
-from turnwise.training.deal import ShuffledItems
 from turnwise.training.plan import evaluation_steps
 from turnwise.training.progress import NothingToLearnError, Progress
 from turnwise.training.supply import Batch
+from turnwise.training.task_order import ShuffledItems
 from turnwise.watch.curve import curve_svg, runs_svg
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.intervals import mean_interval, success_interval, wilson
@@ -53,9 +53,9 @@ def _row(step: int, label: str = "step", success: float = 0.5) -> EvaluationRow:
     )
 
 
-def test_a_deck_deals_every_item_once_before_any_comes_again() -> None:
-    deck = ShuffledItems(range(10), batch_size=4, seed=1)
-    dealt = [item for index in range(5) for item in deck.batch(index)]
+def test_every_item_comes_once_before_any_comes_again() -> None:
+    items = ShuffledItems(range(10), batch_size=4, seed=1)
+    dealt = [item for index in range(5) for item in items.batch(index)]
     assert Counter(dealt[:10]) == Counter(range(10))
     assert Counter(dealt[10:]) == Counter(range(10))
     assert dealt[:10] != dealt[10:]

@@ -61,7 +61,7 @@ class SamplerDialect(ServerDialect):
         raise NotImplementedError("requests are ended one by one")
 
     async def close(self) -> None:
-        """Who started the sampler ends it."""
+        """Do nothing: the sampler is ended by whoever started it."""
 
     def _link(self) -> SamplerLink:
         link = self._find_link()

@@ -25,8 +25,8 @@ from turnwise.engine.engine import Engine
 from turnwise.engine.learners.replicated import ReplicatedEngine
 from turnwise.engine.samplers.calls import SamplerSetup
 from turnwise.engine.samplers.host import SamplerHost
+from turnwise.engine.samplers.launcher import SamplerLauncher
 from turnwise.engine.samplers.links import DirectLink, SamplerLink
-from turnwise.engine.samplers.place import SamplerPlace
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
 from turnwise.runtime.pending_calls import PENDING_CALLS
@@ -69,7 +69,7 @@ class SeparateSamplers(EngineFleet):
 
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
-        self._place: SamplerPlace | None = None
+        self._launcher: SamplerLauncher | None = None
         self._links: dict[int, SamplerLink] = {}
         self._born_s: dict[int, float] = {}
         self._num_quick: dict[int, int] = {}
@@ -81,7 +81,7 @@ class SeparateSamplers(EngineFleet):
     async def start_servers(self) -> Sequence[str]:
         names, started_s = await super().start_servers(), time.monotonic()
         setup = self.setup
-        self._place = await asyncio.to_thread(SamplerPlace, setup.cluster, setup.engine)
+        self._launcher = await asyncio.to_thread(SamplerLauncher, setup.cluster, setup.engine)
         with PENDING_CALLS.listed("samplers", f"load the model ({len(names)} of them)", START_S, is_reason=True):
             done = await asyncio.gather(*(self._start(_number(name)) for name in names), return_exceptions=True)
         for error in [one for one in done if one is not None]:
@@ -102,9 +102,9 @@ class SeparateSamplers(EngineFleet):
         return replace(times, wait_s=max(times.wait_s, 3 * self._start_s + 3 * times.check_s))
 
     async def _start(self, number: int) -> None:
-        assert self._place is not None
-        setup, engine = self.setup, self._place.engine_of(number)
-        link = await asyncio.to_thread(self._place.start, number)
+        assert self._launcher is not None
+        setup, engine = self.setup, self._launcher.engine_of(number)
+        link = await asyncio.to_thread(self._launcher.start, number)
         self._links[number] = link
         self._born_s[number] = time.monotonic()
         what = SamplerSetup(model_dir=setup.model_directory.resolve(), engine=engine, name=_name(number))

@@ -44,14 +44,14 @@ class _Server:
         self.is_ready = False
         self.was_ready = False
         self.is_tried = asyncio.Event()
-        """It was asked once whether it can take requests."""
+        """Whether it was asked at least once if it can take requests."""
         self.wake = asyncio.Event()
         self.why_out = "it has not answered yet"
         self.wrong: TurnwiseError | None = None
-        """It answers, and is not what the run needs."""
+        """Whether it answers, but is not what the run needs."""
         self.loaded: set[str] = set()
         self.unwanted: dict[str, ServedWeights] = {}
-        """Adapters that nobody uses any more, and that it may still hold: it was down when it should unload them."""
+        """Adapters that no attempt uses any more, and that it may still hold because it was down at that moment."""
         self.is_asleep = False
         self.replacing = asyncio.Lock()
         """Held while its whole weights are replaced."""
@@ -94,13 +94,13 @@ class Fleet:
         self._check_facts = check_facts
         self._revive = revive
         self._live: dict[str, ServedWeights] = {}
-        """Published adapters that somebody may still ask for, oldest first."""
+        """Published adapters that a request may still ask for, oldest first."""
         self._routes = PrefixRoutes()
         self._changed = asyncio.Condition()
         self._keepers: list[asyncio.Task[None]] = []
         self._waking = asyncio.Lock()
         self._is_resting = False
-        """The servers gave their memory back, and get nothing until they are woken."""
+        """Whether the servers gave their memory back; they get no request until they are woken."""
 
     @property
     def num_ready(self) -> int:
@@ -444,7 +444,7 @@ class Fleet:
         return any(server.is_ready and server.has(weights) for server in self._servers)
 
     async def _until(self, is_so: Callable[[], bool], deadline_s: float) -> bool:
-        """Wait until something is so; False if it is not so in time."""
+        """Wait until a condition holds; False if it does not hold in time."""
         if is_so():
             return True
         with contextlib.suppress(TimeoutError):

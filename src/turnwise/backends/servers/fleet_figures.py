@@ -10,14 +10,14 @@ class FleetTimes:
     """Deadlines of a fleet, in seconds."""
 
     request_s: float = 120.0
-    """For one request on one server, whatever it has drawn by then."""
+    """Longest time of one request on one server, also if it has drawn a part of the reply by then."""
     wait_s: float = 60.0
     """How long to wait for a server when none can take a request, and for the first one at the start."""
     check_every_s: float = 2.0
     check_s: float = 10.0
-    """For one health check, or for what a server says about itself."""
+    """Longest time of one health check, or of asking a server about itself."""
     load_s: float = 120.0
-    """For loading one adapter on one server."""
+    """Longest time of loading one adapter on one server."""
     laggard_s: float = 15.0
     """How much longer than the first server the others may take to load a new version before they are fenced off."""
 

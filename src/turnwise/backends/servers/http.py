@@ -18,9 +18,9 @@ class ServerGoneError(ServiceError):
     def __init__(self, message: str, status: int | None = None, *, is_unreachable: bool = False) -> None:
         super().__init__(message)
         self.status = status
-        """What it answered with, if it answered."""
+        """The status of its answer; None if there was no answer."""
         self.is_unreachable = is_unreachable
-        """Nothing listens at its address."""
+        """Whether nothing listens at its address."""
 
 
 class ServerRefusedError(ServiceError):

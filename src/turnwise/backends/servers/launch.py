@@ -1,4 +1,4 @@
-"""Starts an inference server of one's own, and makes sure that it ends with us.
+"""Starts an inference server for a run, and makes sure that it ends with the run's process.
 
 The server runs in a process group of its own, listens on the loopback device only, and writes to a log file that stays.
 It dies with this process, however that ends (`supervisor.py`). A server that does not become ready, or ends by itself,
@@ -31,7 +31,7 @@ STOP_S = supervisor.GRACE_S + 5.0
 NUM_LINES = 15
 """Lines of the log that an error shows."""
 MAX_STARTS = 4
-"""Times that one server is started in a run; one that keeps dying is not started for ever."""
+"""Most starts of one server in a run, so that a server that keeps dying is given up."""
 QUIET_S = 30.0
 """How long a server that runs may leave health checks without an answer before it is killed and started again."""
 

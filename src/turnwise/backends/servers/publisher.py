@@ -51,7 +51,7 @@ CLOSE_S = 10.0
 
 
 class FleetSamplingClient(SamplingClient):
-    """Samples from one publication on the servers. While somebody holds it, the servers keep the publication."""
+    """Samples from one publication on the servers. While a client is in use, the servers keep its publication."""
 
     def __init__(self, publisher: FleetPublisher, fleet: Fleet, loop: BackgroundLoop, weights: ServedWeights) -> None:
         """Do not call this; use `Publisher.publish`."""
@@ -88,7 +88,7 @@ class FleetSamplingClient(SamplingClient):
 
 
 class FleetPublisher(Publisher):
-    """Publishes to a fleet. What inherits says who is in it, how they are spoken to, and how one is started again."""
+    """Publishes to a fleet. A subclass says which servers it has, how to talk to them, and how to start one again."""
 
     setup: BackendSetup
     draws_alternatives = False
@@ -104,7 +104,7 @@ class FleetPublisher(Publisher):
         self._published: dict[str, ServedWeights] = {}
         self._retiring: set[asyncio.Task[None]] = set()
         self._is_checked = False
-        """The servers' model was compared with the trainer's."""
+        """Whether the servers' model was compared with the trainer's."""
         self._publish_s = 0.0
         self._newest_whole: Path | None = None
         self._models: dict[str, str] = {}
@@ -113,7 +113,7 @@ class FleetPublisher(Publisher):
 
     @abstractmethod
     def make_dialect(self, url: str) -> ServerDialect:
-        """How the server at this address is spoken to. Called in the event loop that will use it."""
+        """Make what talks to the server at this address; called in the event loop that will use it."""
 
     @property
     def blank_directory(self) -> Path:
@@ -312,8 +312,8 @@ class FleetPublisher(Publisher):
             self._compare(url, sequence, expected)
 
     async def _check_files(self, client: FleetSamplingClient, adapter: Path | None) -> None:
-        """The same where nothing is trained. The model is loaded here too, but only if the server's has another name:
-        what a number is a number of must be certain."""
+        """The same check where nothing is trained, because it must be certain which model is measured. It loads the
+        model here too, so it runs only if the server's model has another name."""
         wanted = self.setup.model_directory.resolve().name.lower()
         if all(Path(name).name.lower() == wanted for name in self._models.values()):
             return

@@ -47,7 +47,7 @@ class PrefixRoutes:
         return None
 
     def remember(self, weights: str | None, tokens: Sequence[int], route: KnownPrefix) -> None:
-        """These tokens were read there, or drawn."""
+        """Note that a server has read or drawn these tokens."""
         if not tokens:
             return
         self._known[weights, len(tokens), int(self._hashes(tokens)[-1])] = route
@@ -55,7 +55,7 @@ class PrefixRoutes:
             self._known.popitem(last=False)
 
     def forget_server(self, server: str) -> None:
-        """Its cache is lost."""
+        """Forget what a server has read, because its cache is lost."""
         for key in [key for key, value in self._known.items() if value.server == server]:
             del self._known[key]
 

@@ -93,7 +93,7 @@ class VllmUse:
     sleeps: bool = False
     """It gives its memory back while the trainer learns."""
     write_blank: Callable[[], Path] | None = None
-    """Writes an adapter that changes nothing, and says where it is; None where nobody else's adapters can be there."""
+    """Writes an adapter that changes nothing, returns its path; None if no other process can load adapters there."""
 
 
 class VllmDialect(ServerDialect):

@@ -79,7 +79,7 @@ class LearnerCollective:
         part.copy_(on_host)
 
     def new_store(self, name: str) -> Any:
-        """A place of its own where the ranks find each other once more."""
+        """A store under a new name, at which the ranks can meet again."""
         return dist.PrefixStore(name, self._store)
 
     def _is_direct(self, tensor: Tensor) -> bool:

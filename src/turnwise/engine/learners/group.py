@@ -42,7 +42,7 @@ class LearnerPeer(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages: "process 123"."""
+        """Its name in messages, such as "process 123"."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class LearnerPeer(Protocol):
     def receive(self) -> tuple[str, Any]: ...
 
     def why(self) -> str:
-        """How it ended, with the last of what it said."""
+        """How it ended, with the last lines of its output."""
         ...
 
     def hang_up(self) -> None:
@@ -95,7 +95,7 @@ class ProcessPeer:
     """What it wrote to standard error."""
     connection: Connection
     samples: Connection | None = None
-    """For requests to sample, of a learner that does."""
+    """A second connection, for requests to sample; None if this learner only trains."""
     _link: SamplerLink | None = None
 
     def sampler_link(self) -> SamplerLink | None:

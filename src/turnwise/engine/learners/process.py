@@ -174,13 +174,13 @@ def sum_gradients(ranks: LearnerCollective, trainable: Trainable) -> float | Non
 
 
 def finish_gradient(trainable: Trainable) -> None:
-    """Hand over what a pass has left of a gradient in parts."""
+    """Pass on what is left of a gradient in parts after a training pass."""
     if isinstance(trainable, ShardedFullWeights):
         trainable.finish_gradient()
 
 
 def sharded(trainable: Trainable) -> ShardedFullWeights:
-    """The trainable, which is in parts."""
+    """The trainable as weights in parts; it must be that."""
     assert isinstance(trainable, ShardedFullWeights), "rank 0 asks for nothing else"
     return trainable
 

@@ -91,7 +91,7 @@ class RayPeer:
         self._actor.kill()
 
     def end(self) -> None:
-        """Ray ends it; the room of all learners is given back with the first."""
+        """Give the room of all learners back, with the first learner that ends; Ray ends the actor."""
         self._give_room_back()
 
     def sampler_link(self) -> SamplerLink | None:

@@ -60,7 +60,7 @@ from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
 _log = logging.getLogger(__name__)
 
 KEPT = "The last checkpoint is kept; resume the run"
-"""What to do when learners are given up."""
+"""The end of every error about learners that are given up: what to do now."""
 PEER_CACHE_GIB = 0.05
 """KV cache of a learner that does not sample."""
 
@@ -235,7 +235,7 @@ class ReplicatedEngine(Engine):
         return _put_together(whole, {rank: (shares[rank], one) for rank, one in replies.items() if one is not None})
 
     def _blame(self, what: str, cause: ExchangeError) -> Generator[None, None, NoReturn]:
-        """Find who did not come to an exchange of weights: one that is gone, or one that says what is wrong with it."""
+        """Find the learner that did not take part in an exchange of weights: it is gone, or it reports an error."""
         group, _ = self._learners()
         time.sleep(GONE_S)
         group.check_alive(what)

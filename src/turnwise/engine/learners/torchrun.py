@@ -73,10 +73,10 @@ class TorchrunPeer:
         self._connection.close()  # it ends by itself then
 
     def end(self) -> None:
-        """torchrun waits for it."""
+        """Do nothing: torchrun waits for the process."""
 
     def sampler_link(self) -> None:
-        """It only trains: `turnwise train` refuses `cluster.samplers` among torchrun's processes."""
+        """None: under torchrun a learner only trains, and `turnwise train` refuses `cluster.samplers`."""
 
 
 def place_under_torchrun(world: TorchrunWorld) -> LearnerPlace:

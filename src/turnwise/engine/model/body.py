@@ -95,7 +95,7 @@ class KeptPass:
     """Whether all that the blocks keep is kept; otherwise backward runs each block again."""
     input_ids: Tensor
     blocks: list[KeptBlock | BlockInput] = field(default_factory=list)
-    """From block `first` on."""
+    """What each block kept, from block `first` on."""
     last: tuple[Tensor, Tensor] | None = None
     """The residual stream before the last norm, and its 1 / rms."""
 
@@ -105,9 +105,9 @@ class _KeptParts:
     """A pass over one sequence in parts."""
 
     work: _StackPass
-    """Of the whole sequence."""
+    """The pass over the whole sequence."""
     first: int
-    """As in `KeptPass`."""
+    """The first block, as in `KeptPass`."""
     input_ids: Tensor
     parts: Sequence[Part]
 

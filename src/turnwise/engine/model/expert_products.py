@@ -96,7 +96,7 @@ class AdapterRows:
 
     groups: Groups
     places: Tensor | None
-    """Their places among all rows; None: they are all rows, in the same order."""
+    """The positions of these rows among all rows; None: they are all rows, in the same order."""
     pairs: Pairs
     scale: float
     grads: Pairs | None = None

@@ -22,7 +22,7 @@ from turnwise.engine.model.logits import finish_logits
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
 from turnwise.engine.model.mixed import hold_mixed
 from turnwise.engine.model.recomputed_layers import RecomputedLayers
-from turnwise.engine.model.reference import END_LENGTH, Place, Reference, run_plainly
+from turnwise.engine.model.reference import END_LENGTH, Reference, SequenceStart, run_plainly
 from turnwise.engine.model.rotation import fix_rotation
 from turnwise.engine.model.routing import RecordedRouting
 from turnwise.engine.model.sharded import BASE_SOURCE, ShardedHead, ShardedWeights, ShardExchange, ShardLayout
@@ -110,7 +110,7 @@ class CausalModel:
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """Of activations, keys and values, and adapters in use."""
+        """The dtype of activations, keys and values, and adapters in use."""
         return torch.float32 if self.ops.facts.has_wide_activations else self.dtype
 
     def _fix_angles(self, model: PreTrainedModel) -> None:
@@ -145,7 +145,7 @@ class CausalModel:
     def _run_plainly(self, model: PreTrainedModel) -> Sequence[Reference]:
         """transformers' side of the self-test, with each set of angles that a sequence may have here."""
         context, config = self.max_context_length, model.config.to_dict()
-        at_end = Place(context - END_LENGTH, context - END_LENGTH + (self.angle_switch or 0))
+        at_end = SequenceStart(context - END_LENGTH, context - END_LENGTH + (self.angle_switch or 0))
         if has_stretched_angles(config, context):
             return (run_plainly(model, at_end),)
         return (run_plainly(model), *([] if self.angle_switch is None else [run_plainly(model, at_end)]))

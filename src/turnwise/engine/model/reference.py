@@ -30,7 +30,7 @@ END_LENGTH = 11
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SequenceStart:
     """Where the sequences of a run begin."""
 
     position: int = 0
@@ -54,12 +54,12 @@ class Reference:
 
     sequences: Sequence[Sequence[int]]
     exact: PlainRun
-    """In float32."""
+    """The run in float32."""
     rounded: PlainRun | None
-    """In the model's own dtype; None if that is float32."""
+    """The run in the model's own dtype; None if that is float32."""
     seconds: float
     """How long transformers took."""
-    place: Place = Place()
+    start: SequenceStart = SequenceStart()
 
 
 def make_sequences(vocab_size: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
@@ -69,24 +69,24 @@ def make_sequences(vocab_size: int, lengths: Sequence[int] = LENGTHS) -> list[li
     return [first, [*first[:NUM_SHARED], *second[NUM_SHARED:]], third]
 
 
-def run_plainly(model: PreTrainedModel, place: Place | None = None) -> Reference:
+def run_plainly(model: PreTrainedModel, start: SequenceStart | None = None) -> Reference:
     """Run the sequences through transformers' own modelling code; the model is then as it was.
 
-    With `place`, they stand at the end of the context, so that transformers takes the angles of long sequences.
+    With `start`, they stand at the end of the context, so that transformers takes the angles of long sequences.
     """
-    start = time.perf_counter()
-    lengths = LENGTHS if place is None else (END_LENGTH,) * 3
-    place = place or Place()
+    began = time.perf_counter()
+    lengths = LENGTHS if start is None else (END_LENGTH,) * 3
+    start = start or SequenceStart()
     sequences = make_sequences(int(model.config.vocab_size), lengths)
     rounded = None
     with torch.no_grad(), _own_code(model):
         if model.dtype is torch.float32:
-            exact = _run(model, sequences, place.position)
+            exact = _run(model, sequences, start.position)
         else:
-            rounded = _run(model, sequences, place.position)
+            rounded = _run(model, sequences, start.position)
             with _in_float32(model):
-                exact = _run(model, sequences, place.position)
-    return Reference(sequences, exact, rounded, time.perf_counter() - start, place)
+                exact = _run(model, sequences, start.position)
+    return Reference(sequences, exact, rounded, time.perf_counter() - began, start)
 
 
 @contextmanager

@@ -28,11 +28,11 @@ from turnwise.models.experts import ExpertSpec
 
 @dataclass(frozen=True, slots=True)
 class KeptShared:
-    """Of the shared expert."""
+    """What the backward pass keeps of the shared expert."""
 
     mlp: KeptGatedMlp
     out: Tensor | None
-    """Before its gate; None where it has none."""
+    """The output before the gate; None if there is no gate."""
     gate: Tensor | None
     low_gate: list[Tensor]
 

@@ -25,12 +25,15 @@ def add_product_gradient(grads: LinearGroup, dy_NO: Tensor, x_NI: Tensor | Norme
 
 
 def add_norm_gradient(grad_H: Tensor, dx_NH: Tensor, h_NH: Tensor, rstd_N: Tensor) -> None:
-    """Of the weight in x = h * rstd * weight."""
+    """Add the gradient of the weight in x = h * rstd * weight."""
     grad_H.add_((dx_NH.float() * h_NH.float()).mul_(rstd_N[:, None]).sum(dim=0))
 
 
 def add_head_norm_gradients(grads: Heads, dq: Tensor, dk: Tensor, qkv: Tensor, rotation: Rotation) -> None:
-    """Of the norms that some models lay on query and key heads before the rotation; `qkv` is what came before them."""
+    """Add the gradients of the norms on query and key heads, which some models have before the rotation.
+
+    `qkv` is the input of these norms.
+    """
     cos, sin = rotation.of_tokens()
     query, key, _ = grads.split(qkv)
     for grad_D, turned, raw in ((grads.query_norm, dq, query), (grads.key_norm, dk, key)):

@@ -1,6 +1,6 @@
 """A sampler in another process, seen from the run: calls go out, answers come back in any order.
 
-A link never starts anything again: whoever holds it makes another one when this one is gone.
+A link never starts a sampler again: its owner makes another link when this one is gone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SamplerLink(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages: "process 123"."""
+        """Its name in messages, such as "process 123"."""
         ...
 
     @property
@@ -38,15 +38,15 @@ class SamplerLink(Protocol):
         ...
 
     def call(self, call: SamplerCall | SamplerSetup) -> Future[Any]:
-        """Begin a call; cancelling its future ends it over there. Never blocks."""
+        """Begin a call, without blocking. Cancelling its future ends it in the sampler too."""
         ...
 
     def why(self) -> str:
-        """How it ended, with the last of what it said."""
+        """How it ended, with the last lines of its output."""
         ...
 
     def end(self) -> None:
-        """End the sampler, if it is this link's to end."""
+        """End the sampler, if this link started it."""
         ...
 
 
@@ -73,7 +73,7 @@ class DirectLink:
         return "is this process"
 
     def end(self) -> None:
-        """The run's engine ends with the run."""
+        """Do nothing: the run's engine ends with the run."""
 
 
 class PipeLink:
@@ -145,7 +145,7 @@ class PipeLink:
             future.set_result(value)
 
     def _lose(self) -> None:
-        """Fail whatever waits: the sampler is gone."""
+        """Fail all calls under way, because the sampler is gone."""
         with self._lock:
             if self._is_gone:
                 return

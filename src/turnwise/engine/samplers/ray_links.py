@@ -48,13 +48,13 @@ class SamplerActor:
             self._waiting.pop(number, None)
 
     async def cancel(self, call: CancelCall) -> None:
-        """End such a call."""
+        """End a call under way."""
         future = self._waiting.get(call.number)
         if future is not None:
             future.cancel()
 
     async def live(self) -> None:
-        """Last as long as the actor."""
+        """Never return: the caller notices the end of the actor by it."""
         await asyncio.Event().wait()
 
 

@@ -100,7 +100,7 @@ class BlockTable:
     """A row's blocks in one group of layers."""
 
     blocks: array[int] = field(default_factory=lambda: array("i"))
-    """In the order of the row's tokens."""
+    """The blocks, in the order of the row's tokens."""
     first: int = 0
     """Blocks before it are given back: no token of the row sees them any more. Their numbers mean nothing."""
     spare: list[int] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Row:
 
     @property
     def blocks(self) -> array[int]:
-        """Of the first group; the other groups' tables are as long while the row runs."""
+        """The blocks of the first group. The other groups' tables have the same length while the row runs."""
         return self.tables[0].blocks
 
     @property

@@ -245,7 +245,7 @@ class Scheduler:
                 self._read_again(row)
 
     def _choose_angles(self, row: Row) -> None:
-        """Of a row that is about to read its tokens."""
+        """Choose the angles of a row that is about to read its tokens."""
         if self.angle_switch is None:
             return
         scores_start = row.scores_prompt and not row.is_start_scored

@@ -192,7 +192,7 @@ class TargetHead:
         return grad_hidden
 
     def _add_head_gradients(self, grad_logits: Tensor, hidden: Tensor, grad_weight: Tensor, grad_bias: Any) -> None:
-        """Of the head's own weights, where all weights are trained."""
+        """Add the gradients of the head's own weights, if all weights are trained."""
         self.ops.products.multiply(grad_logits.t(), hidden, out=grad_weight, is_added=True)
         if grad_bias is not None:
             grad_bias.add_(grad_logits.sum(dim=0, dtype=grad_bias.dtype))

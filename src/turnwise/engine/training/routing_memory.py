@@ -19,7 +19,7 @@ from turnwise.engine.ops.interface import Ops, PendingRead
 from turnwise.engine.training.pack import PackedBatch
 
 MAX_BYTES = 4 << 30
-"""Of host memory: about ten million tokens of 48 layers with 8 experts each."""
+"""Most host memory: about ten million tokens of 48 layers with 8 experts each."""
 
 
 class RoutingMemory:

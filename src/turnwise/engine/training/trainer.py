@@ -68,7 +68,7 @@ class JobResult:
     is_known: Tensor
     """True at positions that were read."""
     routings: list[ReplayedRouting] = field(default_factory=list)
-    """Of the passes that used the sampler's experts."""
+    """The routing of the passes that used the sampler's experts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import itertools
 import mimetypes
 import socket
 import threading
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email import message_from_bytes
@@ -95,7 +94,6 @@ class SiteGateway:
     def __init__(self) -> None:
         self._guests: dict[str, _Guest] = {}
         self._numbers = itertools.count(1)
-        self._blocked: Counter[str] = Counter()
         self._server = _ProxyServer(("127.0.0.1", 0), _ProxyHandler)
         self._server.gateway = self
         self._thread = threading.Thread(target=self._server.serve_forever, name="turnwise-gateway", daemon=True)
@@ -119,16 +117,10 @@ class SiteGateway:
         guest = self._guests.get(host)
         return guest.problem if guest is not None else None
 
-    @property
-    def num_blocked(self) -> int:
-        """Requests to other hosts so far."""
-        return self._blocked.total()
-
     def answer(self, url: str, request: WebRequest) -> WebResponse:
         host = urlsplit(url).hostname or ""
         guest = self._guests.get(host)
         if guest is None:
-            self._blocked[host] += 1
             return WebResponse(status=403, body=_OFF_SITE, content_type="text/plain")
         with guest.lock:
             try:

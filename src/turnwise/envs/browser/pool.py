@@ -138,7 +138,6 @@ class BrowserPool:
         self._gateway: SiteGateway | None = None
         self._num_held = 0
         self._idle: asyncio.TimerHandle | None = None
-        self.num_launches = 0
         atexit.register(self.close)
 
     @property
@@ -269,7 +268,6 @@ class BrowserPool:
                 await _in_time(playwright.stop())  # its driver may be what died
                 self._playwright = None
                 raise
-            self.num_launches += 1
             return browser
 
     async def _end(self, chromium: Chromium) -> None:

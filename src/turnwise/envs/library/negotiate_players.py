@@ -78,7 +78,7 @@ def _is_good_enough(table: PayoffTable, deal: Deal, seat: int, wanted: float) ->
 
 
 def _choose(game: Seat, seat: int, wanted: float, rng: random.Random) -> Deal:
-    """Of the deals that are good enough, one that is nearest to the other side's last offer."""
+    """Choose a deal that is good enough and as near as possible to the other side's last offer."""
     table, theirs = game.table, game.offers[1 - seat] or {}
     good = [deal for deal in table.deals if _is_good_enough(table, deal, seat, wanted)]
 

@@ -23,7 +23,7 @@ from turnwise.errors import ConfigError
 from turnwise.retriever.corpus import Document
 
 MAX_QUESTIONS = 20_000
-"""Most questions of one kind. Of a larger corpus a random part is asked about, the same in every run."""
+"""Most questions of one kind. In a larger corpus, questions are about a random part, which is the same in every run."""
 PER_PASSAGE = 2
 MAX_SENTENCE_CHARS = 300
 MAX_TITLE_WORDS = 6

@@ -77,46 +77,33 @@ def question_to_task(question: SearchQuestion) -> Task:
 
 def _ask_about_person(person: Person) -> list[SearchQuestion]:
     answers = {"town": person.town.name, "year": str(person.year), "job": person.job}
-    return [
-        SearchQuestion(
-            text=text.format(name=person.name),
-            answer=answers[relation],
-            searches=(person.name,),
-            kind="one_hop",
-            split=split_of(person.name),
-        )
-        for relation, texts in _ABOUT_PEOPLE.items()
-        for text in texts
-    ]
+    return _ask(_ABOUT_PEOPLE, answers, (person.name,))
 
 
 def _ask_about_town(town: Town) -> list[SearchQuestion]:
-    answers = {"land": town.land, "river": town.river}
-    return [
-        SearchQuestion(
-            text=text.format(name=town.name),
-            answer=answers[relation],
-            searches=(town.name,),
-            kind="one_hop",
-            split=split_of(town.name),
-        )
-        for relation, texts in _ABOUT_TOWNS.items()
-        for text in texts
-    ]
+    return _ask(_ABOUT_TOWNS, {"land": town.land, "river": town.river}, (town.name,))
 
 
 def _ask_about_birthplace(person: Person) -> list[SearchQuestion]:
     answers = {"land": person.town.land, "river": person.town.river}
+    return _ask(_ABOUT_BIRTHPLACES, answers, (person.name, person.town.name))
+
+
+def _ask(
+    texts: Mapping[str, Sequence[str]], answers: Mapping[str, str], searches: tuple[str, ...]
+) -> list[SearchQuestion]:
+    """Every text about every relation of one subject, whose name is the first search."""
+    name = searches[0]
     return [
         SearchQuestion(
-            text=text.format(name=person.name),
+            text=text.format(name=name),
             answer=answers[relation],
-            searches=(person.name, person.town.name),
-            kind="two_hop",
-            split=split_of(person.name),
+            searches=searches,
+            kind="one_hop" if len(searches) == 1 else "two_hop",
+            split=split_of(name),
         )
-        for relation, texts in _ABOUT_BIRTHPLACES.items()
-        for text in texts
+        for relation, own in texts.items()
+        for text in own
     ]
 
 

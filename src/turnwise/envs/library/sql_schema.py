@@ -52,7 +52,7 @@ class Column:
 
     name: str
     type: str
-    """As declared. SQLite allows none."""
+    """The declared type; empty if there is none, which SQLite allows."""
     kind: Kind = "other"
     has_nulls: bool = True
     is_unique: bool = False

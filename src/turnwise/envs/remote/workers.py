@@ -30,7 +30,7 @@ LOOK_S = 0.005
 PROBE_S = 20.0
 CONNECT_S = 5.0
 NO_LIMIT_S = 3600.0
-"""For calls whose deadline the rollout keeps."""
+"""Deadline here of calls that the rollout itself ends in time."""
 
 
 class WorkerGone(ConnectionError):  # noqa: N818

@@ -36,7 +36,7 @@ FIRST_SEQ = 2**62
 CLIENT_GONE = 499
 
 DrawnToken = tuple[int, int, float]
-"""Which choice, the id, its logprob."""
+"""The number of the choice, the token's id, and its logprob."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class RunRow:
     request_id: str
     """The request that created it."""
     base_model: str
-    """As the client named it."""
+    """The name that the client gave."""
     lora: LoraConfig
     """It always has a seed, so that the adapter can be made again."""
     user_metadata: Metadata = field(default_factory=dict)

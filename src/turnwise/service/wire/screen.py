@@ -47,7 +47,7 @@ class InvalidBodyError(Exception):
         self.mistakes = mistakes
 
     def errors(self) -> Sequence[dict[str, Any]]:
-        """As pydantic's own errors have them."""
+        """The mistakes, in the form of pydantic's own errors."""
         return self.mistakes.details
 
 

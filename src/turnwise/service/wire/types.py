@@ -39,7 +39,7 @@ JSON = "application/json"
 MAX_DENSE = 1 << 26
 """Most numbers that one sparse tensor may stand for."""
 MAX_DATUMS = 100_000
-"""Of one request: two bytes of protobuf make a datum of some hundred bytes here."""
+"""Most datums of one request: two bytes of protobuf become a datum of some hundred bytes here."""
 MAX_WIDTH = 128
 """Most target columns, K, of one datum."""
 

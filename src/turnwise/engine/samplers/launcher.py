@@ -1,4 +1,4 @@
-"""Where samplers of their own run: processes of this machine, or actors of a Ray cluster."""
+"""Starts samplers of their own: processes of this machine, or actors of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from turnwise.engine.samplers.links import SamplerLink, start_sampler
 from turnwise.engine.threads import USERS_CHOICES, find_threads
 
 
-class SamplerPlace:
+class SamplerLauncher:
     """Starts samplers. Each has a GPU of its own after the learners' if there are enough; else all share what is
     there, and on a CPU the cores."""
 

@@ -1,8 +1,8 @@
 """Which task each group of a run gets, by the group's number: from one world, from a mix, or by a curriculum.
 
-    TaskDeck         shuffled passes over the tasks of one world
-    MixedTasks       a deck for each member of a mix; the shares say whose turn it is
-    CurriculumTasks  a deck for each level; how often attempts at a level succeeded says how likely it is
+    WorldTasks       shuffled passes over the tasks of one world
+    MixedTasks       the tasks of each member of a mix; the shares say whose turn it is
+    CurriculumTasks  the tasks of each level; how often attempts at a level succeeded says how likely it is
 
 The first two follow from the number and the run's seed alone. Of the members of a mix that are behind their share, the
 next group goes to the one that would be too far behind first. So after any number of groups each member has its share
@@ -31,8 +31,8 @@ from turnwise.errors import ConfigError
 from turnwise.rollout.seeds import derive_seed
 
 T = TypeVar("T")
-DealState = dict[str, Any]
-"""Where a deal stands, ready for JSON."""
+TaskOrderState = dict[str, Any]
+"""How far an order of tasks has come, ready for JSON."""
 ROUNDING = 1e-9
 PRIOR_ATTEMPTS = 2.0
 """The weight, in attempts, of the assumption that a level is at the target."""
@@ -70,7 +70,7 @@ class ShuffledItems(Generic[T]):
         return self._items[int(self._orders[number][offset])]
 
 
-class Deal(Protocol):
+class TaskOrder(Protocol):
     """Gives the groups of a run their tasks."""
 
     def __len__(self) -> int:
@@ -90,22 +90,22 @@ class Deal(Protocol):
         ...
 
     def chances(self) -> Mapping[str, tuple[float, float]]:
-        """By level: its success rate as the deal sees it, and how likely the next group is to get it; none: no levels.
+        """The known success rate of each level, and how likely the next group is to get that level.
 
-        The name of a member of a mix and its level are joined by `_`.
+        It is empty if there are no levels. The name of a member of a mix and its level are joined by `_`.
         """
         ...
 
-    def to_state(self, oldest: int) -> DealState | None:
+    def to_state(self, oldest: int) -> TaskOrderState | None:
         """What cannot be computed again: everything about the groups from number `oldest` on; None: nothing."""
         ...
 
-    def restore(self, state: DealState) -> None:
+    def restore(self, state: TaskOrderState) -> None:
         """Go on from a state."""
         ...
 
 
-class TaskDeck(ShuffledItems[Task]):
+class WorldTasks(ShuffledItems[Task]):
     """The tasks of one world."""
 
     def spread(self, position: int) -> Task:
@@ -117,17 +117,17 @@ class TaskDeck(ShuffledItems[Task]):
     def chances(self) -> Mapping[str, tuple[float, float]]:
         return {}
 
-    def to_state(self, oldest: int) -> DealState | None:  # noqa: ARG002 - everything follows from the number
+    def to_state(self, oldest: int) -> TaskOrderState | None:  # noqa: ARG002 - everything follows from the number
         return None
 
-    def restore(self, state: DealState) -> None:
-        raise AssertionError(f"a deck has no state, and {state} came")
+    def restore(self, state: TaskOrderState) -> None:
+        raise AssertionError(f"the order of one world's tasks has no state, and {state} came")
 
 
 class MixedTasks:
-    """The decks of a mix's members, in turns by their shares."""
+    """The tasks of a mix's members, which take turns by their shares."""
 
-    def __init__(self, members: Mapping[str, Deal], shares: Mapping[str, float]) -> None:
+    def __init__(self, members: Mapping[str, TaskOrder], shares: Mapping[str, float]) -> None:
         total = sum(shares.values())
         self._members = dict(members)
         self._shares = {name: shares[name] / total for name in members}
@@ -141,16 +141,16 @@ class MixedTasks:
         return sum(len(member) for member in self._members.values())
 
     def item(self, number: int) -> Task:
-        name, place = self._turn(number)
-        return self._members[name].item(place)
+        name, position = self._turn(number)
+        return self._members[name].item(position)
 
     def spread(self, position: int) -> Task:
-        name, place = self._turn(position)
-        return self._members[name].spread(place)
+        name, own = self._turn(position)
+        return self._members[name].spread(own)
 
     def count(self, number: int, outcomes: Sequence[bool]) -> None:
-        name, place = self._turn(number)
-        self._members[name].count(place, outcomes)
+        name, position = self._turn(number)
+        self._members[name].count(position, outcomes)
 
     def chances(self) -> Mapping[str, tuple[float, float]]:
         return {
@@ -159,14 +159,14 @@ class MixedTasks:
             for level, chance in member.chances().items()
         }
 
-    def to_state(self, oldest: int) -> DealState | None:
+    def to_state(self, oldest: int) -> TaskOrderState | None:
         self._turn(oldest)
-        places = {name: sum(turn[0] == name for turn in self._turns[:oldest]) for name in self._members}
-        states = {name: member.to_state(places[name]) for name, member in self._members.items()}
+        counts = {name: sum(turn[0] == name for turn in self._turns[:oldest]) for name in self._members}
+        states = {name: member.to_state(counts[name]) for name, member in self._members.items()}
         found = {name: state for name, state in states.items() if state is not None}
         return found or None
 
-    def restore(self, state: DealState) -> None:
+    def restore(self, state: TaskOrderState) -> None:
         for name, own in state.items():
             self._members[name].restore(own)
 
@@ -196,17 +196,17 @@ class CurriculumRules:
 
 @dataclass(slots=True)
 class _Level:
-    deck: TaskDeck
+    tasks: WorldTasks
     num_dealt: int = 0
     results: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     """By the number of a group: how many of its attempts succeeded, of how many."""
 
 
 class CurriculumTasks:
-    """The decks of a world's levels, chosen by how often attempts at each succeed."""
+    """The tasks of a world's levels; levels are chosen by how often attempts at each succeed."""
 
-    def __init__(self, levels: Mapping[str, TaskDeck], rules: CurriculumRules, seed: int) -> None:
-        self._levels = {name: _Level(deck) for name, deck in levels.items()}
+    def __init__(self, levels: Mapping[str, WorldTasks], rules: CurriculumRules, seed: int) -> None:
+        self._levels = {name: _Level(tasks) for name, tasks in levels.items()}
         self._rules = rules
         self._seed = seed
         self._num_dealt = 0
@@ -214,7 +214,7 @@ class CurriculumTasks:
         """Which level each number got, and which of its tasks that is."""
 
     def __len__(self) -> int:
-        return sum(len(level.deck) for level in self._levels.values())
+        return sum(len(level.tasks) for level in self._levels.values())
 
     def item(self, number: int) -> Task:
         if number not in self._dealt:
@@ -223,13 +223,13 @@ class CurriculumTasks:
             self._dealt[number] = name, self._levels[name].num_dealt
             self._levels[name].num_dealt += 1
             self._num_dealt += 1
-        name, place = self._dealt[number]
-        return self._levels[name].deck.item(place)
+        name, position = self._dealt[number]
+        return self._levels[name].tasks.item(position)
 
     def spread(self, position: int) -> Task:
         """The levels take turns: nothing is known of them yet."""
-        place, index = divmod(position, len(self._levels))
-        return list(self._levels.values())[index].deck.item(place)
+        own, index = divmod(position, len(self._levels))
+        return list(self._levels.values())[index].tasks.item(own)
 
     def count(self, number: int, outcomes: Sequence[bool]) -> None:
         if not outcomes:
@@ -258,7 +258,7 @@ class CurriculumTasks:
             for name, rate in rates.items()
         }
 
-    def to_state(self, oldest: int) -> DealState | None:
+    def to_state(self, oldest: int) -> TaskOrderState | None:
         return {
             "num_dealt": self._num_dealt,
             "dealt": [[number, *turn] for number, turn in self._dealt.items() if number >= oldest],
@@ -268,9 +268,9 @@ class CurriculumTasks:
             },
         }
 
-    def restore(self, state: DealState) -> None:
+    def restore(self, state: TaskOrderState) -> None:
         self._num_dealt = state["num_dealt"]
-        self._dealt = {number: (name, place) for number, name, place in state["dealt"]}
+        self._dealt = {number: (name, position) for number, name, position in state["dealt"]}
         for name, held in state["levels"].items():
             level = self._levels[name]
             level.num_dealt = held["num_dealt"]

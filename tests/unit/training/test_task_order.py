@@ -9,32 +9,32 @@ import pytest
 
 from cases import for_each
 from turnwise.envs.base import Task
-from turnwise.training.deal import CurriculumRules, CurriculumTasks, MixedTasks, TaskDeck
+from turnwise.training.task_order import CurriculumRules, CurriculumTasks, MixedTasks, WorldTasks
 
 RATES = {"level0": 1.0, "level1": 0.5, "level2": 0.0}
 """How often attempts at each level of the toy succeed."""
 
 
-def _deck(name: str, count: int = 5) -> TaskDeck:
-    return TaskDeck([Task(id=f"{name}/{index}") for index in range(count)], 2, 0)
+def _tasks(name: str, count: int = 5) -> WorldTasks:
+    return WorldTasks([Task(id=f"{name}/{index}") for index in range(count)], 2, 0)
 
 
 def _curriculum(seed: int = 0, **rules: float) -> CurriculumTasks:
-    return CurriculumTasks({name: _deck(name) for name in RATES}, CurriculumRules(**rules), seed)  # type: ignore[arg-type]
+    return CurriculumTasks({name: _tasks(name) for name in RATES}, CurriculumRules(**rules), seed)  # type: ignore[arg-type]
 
 
-def _play(deal: CurriculumTasks, first: int, last: int) -> list[str]:
-    """Deal groups of four and tell how they went."""
+def _play(order: CurriculumTasks, first: int, last: int) -> list[str]:
+    """Play groups of four and tell the order how they went."""
     found: list[str] = []
     for number in range(first, last):
-        task = deal.item(number)
+        task = order.item(number)
         found.append(task.id)
-        deal.count(number, [index < 4 * RATES[task.id.partition("/")[0]] for index in range(4)])
+        order.count(number, [index < 4 * RATES[task.id.partition("/")[0]] for index in range(4)])
     return found
 
 
 def _mix(**shares: float) -> MixedTasks:
-    return MixedTasks({name: _deck(name) for name in shares}, shares)
+    return MixedTasks({name: _tasks(name) for name in shares}, shares)
 
 
 @for_each("parts", [(5, 2, 0.5), (1, 1, 1), (8, 8, 1, 0.1), (8, 0.1, 0.5, 8, 0.1), (0.1, 0.1, 8, 0.1, 1, 3, 8, 8)])
@@ -48,7 +48,7 @@ def test_every_member_has_its_share_of_the_groups_at_any_moment(parts: tuple[flo
 
 
 def test_a_member_goes_through_its_tasks_as_in_a_run_of_its_own() -> None:
-    mix, alone = _mix(a=2, b=1), _deck("b")
+    mix, alone = _mix(a=2, b=1), _tasks("b")
     found = [task.id for task in (mix.item(number) for number in range(60)) if task.id.startswith("b/")]
     assert found == [alone.item(place).id for place in range(20)]
 
@@ -68,9 +68,9 @@ def test_a_curriculum_deals_the_level_near_the_target_most() -> None:
 
 
 def test_a_curriculum_follows_its_target() -> None:
-    deal = _curriculum(target=0.9, explore=0.0)
-    _play(deal, 0, 200)
-    chances = {name: chance for name, (_, chance) in deal.chances().items()}
+    order = _curriculum(target=0.9, explore=0.0)
+    _play(order, 0, 200)
+    chances = {name: chance for name, (_, chance) in order.chances().items()}
     assert chances["level0"] > chances["level1"] > chances["level2"]
     assert sum(chances.values()) == pytest.approx(1.0)
 
@@ -80,22 +80,22 @@ def test_before_anything_is_played_all_levels_are_alike() -> None:
 
 
 def test_only_the_last_groups_of_a_level_count() -> None:
-    deal = CurriculumTasks({"level0": _deck("level0")}, CurriculumRules(window=2), 0)
+    order = CurriculumTasks({"level0": _tasks("level0")}, CurriculumRules(window=2), 0)
     for number, is_good in enumerate([False] * 20 + [True] * 2):
-        deal.item(number)
-        deal.count(number, [is_good] * 4)
-    assert deal.rates() == {"level0": pytest.approx((8 + 1) / (8 + 2))}
+        order.item(number)
+        order.count(number, [is_good] * 4)
+    assert order.rates() == {"level0": pytest.approx((8 + 1) / (8 + 2))}
 
 
 def test_a_group_that_is_told_twice_counts_once_and_one_without_verdicts_does_not() -> None:
-    deal, other = _curriculum(), _curriculum()
-    for one in (deal, other):
+    order, other = _curriculum(), _curriculum()
+    for one in (order, other):
         one.item(0)
         one.count(0, [True, True])
     other.count(0, [True, True])
     other.item(1)
     other.count(1, [])
-    assert deal.rates() == other.rates()
+    assert order.rates() == other.rates()
 
 
 def test_a_curriculum_that_goes_on_from_its_state_deals_what_it_would_have_dealt() -> None:
@@ -118,8 +118,8 @@ def test_a_curriculum_that_goes_on_from_its_state_deals_what_it_would_have_dealt
 
 def test_a_member_of_a_mix_may_have_a_curriculum_and_keeps_its_state() -> None:
     def make() -> tuple[MixedTasks, CurriculumTasks]:
-        deal = _curriculum(seed=1)
-        return MixedTasks({"flat": _deck("flat"), "doors": deal}, {"flat": 1.0, "doors": 1.0}), deal
+        order = _curriculum(seed=1)
+        return MixedTasks({"flat": _tasks("flat"), "doors": order}, {"flat": 1.0, "doors": 1.0}), order
 
     def play(mix: MixedTasks, first: int, last: int) -> list[str]:
         found: list[str] = []
@@ -142,7 +142,7 @@ def test_a_member_of_a_mix_may_have_a_curriculum_and_keeps_its_state() -> None:
 
 
 def test_what_is_played_beside_the_groups_does_not_move_the_deal() -> None:
-    deal, other = _curriculum(), _curriculum()
-    spread = [deal.spread(position).id.partition("/")[0] for position in range(6)]
+    order, other = _curriculum(), _curriculum()
+    spread = [order.spread(position).id.partition("/")[0] for position in range(6)]
     assert spread == [*RATES, *RATES]
-    assert _play(deal, 0, 20) == _play(other, 0, 20)
+    assert _play(order, 0, 20) == _play(other, 0, 20)
