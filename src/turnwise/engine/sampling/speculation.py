@@ -28,8 +28,8 @@ MOST_DRAFTED = 16
 MOST_AHEAD = 64
 """Tokens of all drafts of a pass."""
 MOST_ROWS = 32
-"""Beside more sequences a pass is never worth a guess: on an H200, guesses beside 256 halved the speed, although 99 % of
-them were right."""
+"""Beside more sequences a guess is never worth its place: on an H200, guesses beside 256 halved the speed, although
+99 % of them were right."""
 MARGIN, LEAST_GAIN = 1.15, 1.02
 """A guessed token should gain this much more than it costs, and all of them make a pass this much faster, by what is
 known."""
