@@ -144,6 +144,26 @@ def filters_narrow_the_list_and_live_in_the_address(page):
     expect(page.get_by_role("list", name="Attempts of the group").get_by_role("listitem")).to_have_count(3)
 
 
+def a_world_can_be_chosen_in_a_run_that_mixes_worlds(page):
+    for start in (URL, EXPORT):
+        page.goto(f"{start}#/attempts?run=mixed")
+        expect(page.get_by_role("link", name=re.compile("^attempt "))).to_have_count(2)
+        page.get_by_label("world").select_option("key_door")
+        expect(page.get_by_role("link", name=re.compile("^attempt "))).to_have_count(1)
+        expect(page.get_by_role("row").nth(1)).to_contain_text("key_door/t1")
+    _open(page, "#/run/mixed")
+    expect(page.get_by_text("mix of guess_number, key_door")).to_be_visible()
+
+
+def a_screenshot_of_the_world_is_shown_where_it_was_seen(page):
+    for start in (URL, EXPORT):
+        page.goto(f"{start}#/attempt/mixed/1")
+        picture = page.get_by_role("img", name="screenshot of the world")
+        expect(picture).to_be_visible()
+        assert picture.evaluate("image => image.naturalWidth") == 1, "the browser could not read it"
+        expect(page.get_by_role("region", name="turn 1").get_by_role("img")).to_have_count(1)
+
+
 def an_attempt_shows_tools_rewards_tokens_and_its_tree(page):
     _open(page, "attempt")
     turn = page.get_by_role("region", name="turn 3")

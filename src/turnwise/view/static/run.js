@@ -61,7 +61,7 @@ const heading = (name, summary) => h("div", { class: "title" }, h("h1", { tabind
 
 const toolbar = (name, run) => {
   const { summary } = run;
-  const facts = [summary.world, summary.model, summary.method, summary.seed === null ? null : `seed ${summary.seed}`].filter(Boolean).join(" · ");
+  const facts = [(summary.worlds || []).length > 1 ? `mix of ${summary.worlds.join(", ")}` : summary.world, summary.model, summary.method, summary.seed === null ? null : `seed ${summary.seed}`].filter(Boolean).join(" · ");
   return h("div", { class: "run-head" },
     h("p", { class: "sub" }, facts, " · ", h("a", { href: tw.go(["attempts"], { run: name }) }, "attempts"), " · ", h("a", { href: tw.go(["attempts"], { run: name, view: "groups" }) }, "groups")),
     tw.progress(summary), summary.is_alive && summary.left_s ? h("span", { class: "note" }, `about ${tw.duration(summary.left_s)} left`) : null,
