@@ -93,8 +93,9 @@ def push_pairs(path: Path, repository: str) -> None:
             path_or_fileobj=str(path), path_in_repo=f"data/{path.name}", repo_id=repository, repo_type="dataset"
         )
     except Exception as cause:
+        said = next(iter(str(cause).splitlines()), "")  # the hub's client goes on with advice for its own users
         raise ConfigError(
-            f"{path} is written, and was not pushed to {repository}: {type(cause).__name__}: {cause}; expected a hub "
+            f"{path} is written, and was not pushed to {repository}: {type(cause).__name__}: {said}; expected a hub "
             "that can be reached (HF_ENDPOINT) and a token that may write there (HF_TOKEN)"
         ) from cause
 
