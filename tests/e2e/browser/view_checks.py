@@ -195,6 +195,9 @@ def two_attempts_part_at_a_token(page):
     expect(page.get_by_role("note")).to_have_text("They part in turn 2, at token 3.")
     expect(page.locator(".tok.parts")).to_have_count(2)
     expect(page.locator(".tok.same")).to_have_count(4)
+    shared = page.get_by_role("region", name="turn 1")  # said once, and taught to each in its own way
+    expect(shared).to_contain_text("#1 advantage -0.5")
+    expect(shared).to_contain_text("#2 advantage +0.5")
 
 
 def text_of_a_world_never_runs(page):
