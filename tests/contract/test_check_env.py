@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
