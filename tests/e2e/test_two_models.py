@@ -15,8 +15,8 @@ from turnwise.training.pairs import read_pairs
 
 pytestmark = [pytest.mark.usefixtures("tiny_dir"), pytest.mark.slow]
 SMALL = (
-    "warmup.steps=20",
-    "warmup.demonstrations=64",
+    "warmup.steps=120",
+    "warmup.demonstrations=512",
     "train.tasks_per_step=4",
     "rollout.group_size=4",
     "eval.tasks=4",
@@ -57,16 +57,27 @@ def test_a_run_against_a_model_is_certified_replayed_resumed_and_measured_agains
     assert set(json.loads(capsys.readouterr().out)["by_opponent"]) == {"fair", "random"}
 
 
-def test_pairs_of_two_models_say_who_played_and_branch_where_the_seed_says(run_dir: Path, tmp_path: Path) -> None:
+def test_pairs_of_two_models_say_who_played_and_branch_where_the_seed_says(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "refuel.parquet"
     play = ("pairs", str(run_dir), "--kind", "refuel", "--turn", "geometric", "--tasks", "24", "--samples", "4")
-    assert main([*play, "--step", "last", "--out", str(file), "env.options.opponent=base"]) == 0
+    assert main([*play, "--step", "last", "--out", str(file), "env.options.opponent=self"]) == 0
     stored = read_pairs(file)
     expected = turn_probabilities("geometric", MAX_TURNS, p=0.3)
     for one in stored:
-        assert (one.opponent, one.world, one.model, one.run) == ("base", "negotiate", "tiny", str(run_dir))
+        assert (one.opponent, one.world, one.model, one.run) == ("self", "negotiate", "tiny", str(run_dir))
         assert one.pair.branch_probability == pytest.approx(expected[one.pair.branch_turn])
-    learn = ("train", "negotiate_tiny", *SMALL, "method=refuel", f"data.pairs={file}", "train.steps=1")
+    assert "turnwise train negotiate model=tiny method=refuel" in capsys.readouterr().out
+    learn = (
+        "train",
+        "negotiate_tiny",
+        *SMALL,
+        "method=refuel",
+        f"data.pairs={file}",
+        "train.steps=1",
+        "warmup.steps=0",
+    )
     assert main([*learn, f"run.dir={tmp_path / 'learned'}"]) == 0
 
 
