@@ -38,9 +38,9 @@ print(tokenizer.decode(reply, skip_special_tokens=True))
 """
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    """The code blocks of a page, as they are printed."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+def python_blocks(page: Path) -> list[str]:
+    """The Python blocks of a page, as they are printed."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Newcomer:
 
 def first_curve(person: Newcomer) -> None:
     """The first block of the README."""
-    block, *_ = blocks(person.clone / "README.md", "python")
+    block, *_ = python_blocks(person.clone / "README.md")
     said = person.do("python", "-c", block)
     person.reached("first curve")
     person.check_rise("first curve", [int(share) / 100 for share in re.findall(r"(\d+)% of held-out", said)])
@@ -88,9 +88,10 @@ def first_curve(person: Newcomer) -> None:
 def own_world(person: Newcomer) -> None:
     """The env of the tutorial, checked, planned and trained with the tutorial's command."""
     page = person.clone / "docs" / "tutorials" / "demonstrations.md"
-    person.do("python", "-c", blocks(page, "python")[0])
+    person.do("python", "-c", python_blocks(page)[0])
     person.do("turnwise", "check-env", OWN_WORLD)
-    train = next(line.split() for block in blocks(page, "") for line in block.splitlines() if OWN_WORLD in line)
+    lines = page.read_text(encoding="utf-8").splitlines()
+    train = next(line.split() for line in lines if line.startswith(f"turnwise train {OWN_WORLD}"))
     person.do(*train, "--plan")
     person.do(*train, "run.dir=runs/own")
     person.reached("own world trained")
