@@ -8,7 +8,7 @@
 #   make check                     format, lint, types, import contracts
 #   make quick                     the checks and the unit tests without model work, in under two minutes
 #   make bench                     speed figures, as JSON
-#   make campaign                  a long test: NAME=service_load, service_faults, service_abuse, train_kills, doctor_table, random_orders, browser_load
+#   make campaign                  a long test: NAME=newcomer, service_load, view_size ...: the files of tests/campaigns
 #   make docs                      the documentation as a site, in build/site; dead links fail
 #   make sandbox                   install bubblewrap, which worlds that run code or SQL need (as root)
 #   make browser                   install Chromium, in which the tests look at `turnwise view` (as root)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,13 @@ HOSTILE = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 2
 """What an env may answer; a browser must show it and never run it."""
 
 
+PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5Er"
+    "kJggg=="
+)
+"""One red pixel, as a world keeps a screenshot."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play:
     """One attempt to write: what was said in each turn, and what came of it."""
@@ -28,6 +35,7 @@ class Play:
     answers: str = "Lower."
     end_reason: EndReason = EndReason.TERMINATED
     branch_turn: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def record(self) -> AttemptRecord:
         turns: list[Turn] = []
@@ -56,6 +64,7 @@ class Play:
             end_reason=self.end_reason,
             is_success=self.reward > 0.5,
             metrics={"guesses": float(len(turns))},
+            labels=self.labels,
             duration_s=0.25,
             branch=None if self.branch_turn is None else Branch(turn=self.branch_turn, seed=3),
         )

@@ -23,6 +23,7 @@ from turnwise.backends import backend_names, find_publisher
 from turnwise.bench.cli import build_parser as bench_parser
 from turnwise.cli import build_parser
 from turnwise.commands.arguments import OPTIONS_HEADING
+from turnwise.engine.ops.facts import DEVICES, GIB, DeviceFacts
 from turnwise.envs.registry import ADAPTERS, SHIPPED_WORLDS, get_world, load_target
 from turnwise.methods.lookup import SHIPPED
 from turnwise.methods.options import FreeLoss, MethodOptions, PolicyTerms
@@ -156,7 +157,7 @@ def _as_markdown(doc: str) -> str:
 
 
 def support_page() -> str:
-    """What works with what: methods, worlds, samplers, model families."""
+    """What works with what: methods, worlds, samplers, devices, model families."""
     lines = [
         "# What works with what",
         "",
@@ -184,11 +185,22 @@ def support_page() -> str:
         "",
         "## Samplers",
         "",
-        "| `rollout.backend` | |",
-        "|---|---|",
+        "| `rollout.backend` | | All weights |",
+        "|---|---|---|",
         *(_backend_row(name) for name in backend_names()),
         "",
-        "`rollout.backend=module:Class` is [your own](backends.md).",
+        "`rollout.backend=module:Class` is [your own](backends.md). *All weights*: it samples from runs with",
+        "`model.train=full`, too.",
+        "",
+        "## Devices",
+        "",
+        "| `engine.device` | Weights | Activations | KV cache | Most tokens of a training pass |",
+        "|---|---|---|---|---|",
+        *(_device_row(name, facts) for name, facts in DEVICES.items()),
+        "",
+        "These are the defaults. `engine.dtype=bfloat16` is for a GPU, and for the weights on a CPU that has",
+        "[dot products of bfloat16](cpu.md). Adapters, losses and optimizer state are float32 everywhere.",
+        "[GPUs](gpu.md) says which kernels each has.",
         "",
         "## Model families",
         "",
@@ -226,7 +238,16 @@ def _world_row(name: str) -> str:
 
 def _backend_row(name: str) -> str:
     publisher = find_publisher(name)
-    return f"| `{name}` | {(inspect.getdoc(publisher) or '').partition(chr(10) * 2)[0].replace(chr(10), ' ')} |"
+    what = (inspect.getdoc(publisher) or "").partition("\n\n")[0].replace("\n", " ")
+    return f"| `{name}` | {what} | {'yes' if publisher.takes_full_weights else 'no'} |"
+
+
+def _device_row(name: str, facts: DeviceFacts) -> str:
+    activations = "float32" if facts.has_wide_activations else "as the weights"
+    cache = "half of what the weights leave" if facts.kv_cache_bytes is None else f"{facts.kv_cache_bytes / GIB:g} GiB"
+    alone, shared = (f"{count:,}" for count in facts.pass_tokens) if facts.pass_tokens else ("", "")
+    tokens = f"{alone}; {shared} where dialogues begin alike" if alone else "as many as the memory holds"
+    return f"| `{name}` | {facts.default_dtype} | {activations} | {cache} | {tokens} |"
 
 
 PAGES = {"cli.md": cli_page, "api.md": api_page, "support.md": support_page}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -489,6 +490,21 @@ def test_command_line_exits_with_1_when_a_rule_is_broken(tmp_path: Path, capsys:
     assert not report["is_ok"]
     assert failed[0]["rule"] == "start"
     assert "expected at least one message" in failed[0]["sentence"]
+
+
+def test_an_exception_of_an_env_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "careless.py"
+    file.write_text(
+        "from turnwise import EnvStep, user\n"
+        "class Careless:\n"
+        "    def __init__(self, seed: int): ...\n"
+        "    def start(self): return [user('A number?')]\n"
+        "    def step(self, reply): return EnvStep(reward=float(reply.content), terminated=True)\n"
+        "    def close(self): ...\n",
+        encoding="utf-8",
+    )
+    assert main(["check-env", f"{file}:Careless"]) == 1
+    assert re.search(r"step failed with ValueError: .* at .*careless\.py:5 on the reply", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("arguments", [["no_such_world"], ["guess_number", "high"], ["guess_number", "--tasks", "0"]])

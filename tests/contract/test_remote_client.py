@@ -154,6 +154,26 @@ def test_ppo_is_refused_at_a_service_without_critics_before_anything_but_its_nam
     assert set(asked) == {"/healthz"}
 
 
+def test_a_key_that_the_service_does_not_know_is_told_with_what_to_set(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tiny_dir.is_dir()
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def refuse(request: Request, _: Any) -> JSONResponse:
+        if request.url.path == "/healthz":
+            return JSONResponse({"status": "ok", "service": "turnwise"})
+        return JSONResponse({"detail": "unknown key"}, status_code=401)
+
+    monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
+    with serving(app) as url:
+        done = run_cli("train", "guess_number", "model=tiny", *SMALL, f"base_url={url}", f"run.dir={tmp_path / 'x'}")
+    assert done.returncode == 2, done.stderr
+    assert "set TINKER_API_KEY" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_address_where_nobody_is_fails_at_once_with_one_line(tmp_path: Path) -> None:
     done = run_cli("train", "guess_number", "model=tiny", "base_url=http://127.0.0.1:9", f"run.dir={tmp_path / 'x'}")
     assert done.returncode == 2

@@ -22,7 +22,7 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import DATABASE
 from turnwise.trajectory import EndReason
 from turnwise.watch.status import is_training
-from view_runs import HOSTILE, Play, WrittenRun
+from view_runs import HOSTILE, PICTURE, Play, WrittenRun
 from viewer_process import BROWSER_SCRIPTS, START_S, find_chromium, in_browser, turnwise, viewer
 
 CHECKS = BROWSER_SCRIPTS / "view_checks.py"
@@ -36,6 +36,10 @@ PLAYS = (
 BRANCHED = tuple(
     Play(task_id="t1", attempt=index, replies=("same", reply), reward=float(index), branch_turn=1)
     for index, reply in enumerate(("stop", "star"))
+)
+MIXED = (
+    Play(task_id="guess_number/t1", attempt=0, replies=("8",), labels={"screenshot.1": PICTURE}),
+    Play(task_id="key_door/t1", attempt=0, replies=("open",), reward=1.0),
 )
 HOSTILE_PLAYS = tuple(
     Play(task_id=f"{HOSTILE}", attempt=index, replies=(HOSTILE, f"call {HOSTILE}{index}"), answers=HOSTILE)
@@ -65,6 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         WrittenRun(seed=seed, plays=PLAYS if seed == 0 else ()).write(place / f"grpo-s{seed}")
     WrittenRun(overrides=["train.learning_rate=0.5"]).write(place / "fast")
     WrittenRun(plays=BRANCHED, overrides=["train.steps=3"]).write(place / "branched")
+    WrittenRun(plays=MIXED, overrides=["env.mix=guess_number=1,key_door=1"]).write(place / "mixed")
     WrittenRun(plays=HOSTILE_PLAYS, overrides=["run.name=hostile"], steps=2).write(place / "hostile")
     (place / "broken").mkdir()
     (place / "broken" / DATABASE).write_bytes(b"this is no database, and long enough to be read as one" * 9)

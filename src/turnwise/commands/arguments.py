@@ -128,7 +128,8 @@ def run_command(options: argparse.Namespace) -> int:
         )
         return run_sample(options.target, options.step, options.overrides, chat)
     if options.command == "export":
-        from turnwise.commands.export import ExportPlaces, run_export
+        from turnwise.commands.export import run_export
+        from turnwise.training.export import ExportPlaces
 
         places = ExportPlaces(peft=options.peft, merged=options.merged, gguf=options.gguf)
         return run_export(options.target, places, step=options.step)

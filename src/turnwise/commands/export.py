@@ -1,144 +1,15 @@
-"""`turnwise export`: write trained weights as files for other programs.
-
-    --peft DIR      the adapter, in PEFT's format
-    --merged DIR    a whole Hugging Face model with the adapter added to its weights
-    --gguf FILE     the same as one GGUF file, for llama.cpp
-
-An adapter on an output head that shares its weights with the embedding (tied) is right as an adapter. Added to the
-shared weights, as PEFT's `merge_and_unload` does, it would change the embedding too. So a merged model gets a head of
-its own. docs/export.md has the measured differences.
-"""
+"""`turnwise export`: write trained weights as files for other programs."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-
 from turnwise.commands.play import open_policy
 from turnwise.commands.train import say
-from turnwise.errors import CheckpointError, ConfigError
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.training.model_card import ExportedAs, write_card
-from turnwise.training.policy import PolicySampler
-from turnwise.training.setup import find_model
-
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-UNTIED = (
-    "The base model's output head shares its weights with the embedding, and the adapter changes only the head. This "
-    "model has a head of its own (tie_word_embeddings is false), so it equals what was trained."
-)
-TIED_ADAPTER = (
-    "The adapter changes the output head, which shares its weights with the embedding. PEFT, transformers and vLLM "
-    "load it right. Do not merge it with merge_and_unload: that changes the embedding too. turnwise export --merged "
-    "merges it right."
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportPlaces:
-    """Where to write; exactly one is given."""
-
-    peft: str | None = None
-    merged: str | None = None
-    gguf: str | None = None
-
-    def check(self) -> None:
-        if sum(place is not None for place in (self.peft, self.merged, self.gguf)) != 1:
-            raise ConfigError("name one thing to write: --peft DIR, --merged DIR or --gguf FILE")
+from turnwise.training.export import ExportPlaces, export_policy
 
 
 def run_export(target: str, places: ExportPlaces, *, step: str | None) -> ExitCode:
-    """Write one policy, complete or not at all, and print how to load it."""
-    places.check()
-    place = Path(places.peft or places.merged or places.gguf or "").expanduser()
-    if place.exists():
-        raise ConfigError(f"{place} exists; name a new {'file' if places.gguf else 'directory'}")
-    policy = open_policy(target, None, step)
-    if policy.files is None:
-        raise ConfigError(f"{target} is an untrained base model; name a run or a checkpoint")
-    if not policy.files.is_dir():
-        raise CheckpointError(f"{policy.checkpoint} is not on this machine, so there are no files to export")
-    if policy.config.model.train == "full" and places.peft:
-        raise ConfigError(
-            f"{target} trained all weights, so there is no adapter; add --merged DIR for the whole model, not --peft"
-        )
-    write = _write_peft if places.peft else _write_merged if places.merged else _write_gguf
-    notes = _written_whole(place, lambda unfinished: write(policy, unfinished, place))
-    for name, text in notes:
+    """Write one policy, and print how to load it."""
+    for name, text in export_policy(open_policy(target, None, step), places, say):
         print(f"{name:<9}{text}")
     return ExitCode.OK
-
-
-Notes = list[tuple[str, str]]
-
-
-def _written_whole(place: Path, write: Callable[[Path], Notes]) -> Notes:
-    """Call `write` with a directory beside `place`, and move what it made into place."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}."))
-    try:
-        notes = write(unfinished)
-        file = unfinished / place.name
-        if file.is_file():  # a GGUF file is one file
-            file.rename(place)
-            shutil.rmtree(unfinished)
-        else:
-            unfinished.chmod(0o755)
-            unfinished.rename(place)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return notes
-
-
-def _write_peft(policy: PolicySampler, out: Path, place: Path) -> Notes:
-    assert policy.files is not None
-    for name in ADAPTER_FILES:
-        shutil.copy2(policy.files / name, out / name)
-    base, model = policy.config.model.alias or policy.config.model.name, find_model(policy.config, say)
-    notes = (TIED_ADAPTER,) if _is_tied(model) and _adapts_head(policy.files) else ()
-    load = f"peft.PeftModel.from_pretrained(base, {place.name!r})"
-    write_card(policy, out, ExportedAs(library="peft", load=load, notes=notes))
-    said = [("adapter", f"{place}, for {base}"), ("load it", f"peft.PeftModel.from_pretrained(base, {str(place)!r})")]
-    return [*said, *(("note", note) for note in notes)]
-
-
-def _write_merged(policy: PolicySampler, out: Path, place: Path) -> Notes:
-    assert policy.files is not None
-    notes: tuple[str, ...] = ()
-    if policy.config.model.train == "full":
-        from turnwise.engine.training.full_files import export_weights  # torch
-
-        export_weights(policy.files, out)
-    else:
-        from turnwise.engine.model.merge import write_merged  # torch
-
-        base = find_model(policy.config, say)
-        write_merged(policy.files, base, out)
-        notes = (UNTIED,) if _is_tied(base) and not _is_tied(out) else ()
-    load = f"transformers.AutoModelForCausalLM.from_pretrained({place.name!r})"
-    write_card(policy, out, ExportedAs(library="transformers", load=load, notes=notes))
-    said = [("model", str(place)), ("load it", f"transformers.AutoModelForCausalLM.from_pretrained({str(place)!r})")]
-    return [*said, ("chat", f"turnwise sample {place}"), *(("note", note) for note in notes)]
-
-
-def _write_gguf(policy: PolicySampler, out: Path, place: Path) -> Notes:
-    from turnwise.models.gguf_file import write_gguf  # torch
-
-    with tempfile.TemporaryDirectory(prefix="turnwise-gguf-") as merged:
-        _write_merged(policy, Path(merged), place)
-        write_gguf(Path(merged), out / place.name)
-    return [("model", str(place)), ("load it", f"llama_cpp.Llama({str(place)!r})")]
-
-
-def _is_tied(model: Path) -> bool:
-    return bool(json.loads((model / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"))
-
-
-def _adapts_head(adapter: Path) -> bool:
-    config = json.loads((adapter / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
-    return "lm_head" in config["target_modules"]

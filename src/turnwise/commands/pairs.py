@@ -155,8 +155,9 @@ def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOpt
     if options.hf_repo is not None:
         push_pairs(options.out, options.hf_repo)
         print(f"pushed to {options.hf_repo}")
-    world = found.pairs[0].world if " " not in found.pairs[0].world else "FILE"
-    print(f"learn from it: turnwise train {world} method={options.kind} data.pairs={options.out}")
+    first = found.pairs[0]
+    world = first.world if " " not in first.world else "FILE"
+    print(f"learn from it: turnwise train {world} model={first.model} method={options.kind} data.pairs={options.out}")
     return 0
 
 

@@ -15,7 +15,7 @@ from turnwise.envs.seats import TwoSidedWorld
 from turnwise.errors import ConfigError
 from turnwise.opponents.matrix_figure import matrix_svg
 from turnwise.opponents.seating import two_sided
-from turnwise.opponents.tournament import Standings, TournamentGame, play_tournament, standings
+from turnwise.opponents.tournament import Estimate, Standings, TournamentGame, play_tournament, standings
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.exit_codes import ExitCode
@@ -39,6 +39,8 @@ class TournamentOptions:
 def run_tournament(players: Sequence[str], overrides: Sequence[str], options: TournamentOptions) -> ExitCode:
     """Play the tournament, print the standings and write the picture."""
     _check_names(players)
+    if options.out is not None and (Path(options.out).is_dir() or not Path(options.out).absolute().parent.is_dir()):
+        raise ConfigError(f"--out {options.out}: expected the name of a file, in a folder that is there")
     with _open(players, overrides, options.env) as policy:
         config = policy.config
         policy.check_world()
@@ -109,7 +111,7 @@ def _lines(table: Standings, sided: TwoSidedWorld, games: Sequence[TournamentGam
         " " * width + "".join(f"  {name[-18:]:>18}" for name in names),
     ]
     for own in names:
-        cells = [table.matrix[own, other].number() if own != other else "" for other in names]
+        cells = [_matrix_cell(table, own, other) for other in names]
         lines.append(f"{own:<{width}}" + "".join(f"  {cell:>18}" for cell in cells))
     if table.num_failed:
         first_failure = next(game.failure for game in games if game.failure)
@@ -117,6 +119,14 @@ def _lines(table: Standings, sided: TwoSidedWorld, games: Sequence[TournamentGam
     if sided.scripted_opponents and not any(name in sided.scripted_opponents for name in names):
         lines.append(f"scripts may play too: {', '.join(sided.scripted_opponents)}")
     return lines
+
+
+def _matrix_cell(table: Standings, own: str, other: str) -> str:
+    """Empty on the diagonal; a dash where all games of a pair failed."""
+    if own == other:
+        return ""
+    found = table.matrix[own, other]
+    return "-" if math.isnan(found.value) else found.number()
 
 
 def _cell(value: float) -> str:
@@ -127,6 +137,9 @@ def _to_json(table: Standings, games: Sequence[TournamentGame]) -> str:
     def plain(value: float) -> float | None:
         return None if math.isnan(value) else value
 
+    def cell(found: Estimate) -> dict[str, float | None]:
+        return {name: plain(value) for name, value in asdict(found).items()}
+
     players = {
         name: {
             "elo": asdict(table.ratings[name]),
@@ -134,7 +147,7 @@ def _to_json(table: Standings, games: Sequence[TournamentGame]) -> str:
             "by_seat": [plain(value) for value in table.by_seat[name]],
             "agreement": plain(table.agreement[name]),
             "joint": plain(table.joint[name]),
-            "against": {other: asdict(cell) for (own, other), cell in table.matrix.items() if own == name},
+            "against": {other: cell(found) for (own, other), found in table.matrix.items() if own == name},
         }
         for name in table.names
     }

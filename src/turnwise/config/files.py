@@ -30,7 +30,7 @@ from turnwise.config.spellings import (
 from turnwise.config.training import EvalConfig
 from turnwise.envs.config import MIX, EnvConfig, read_mix
 from turnwise.envs.difficulty import levels_of
-from turnwise.envs.registry import load_target
+from turnwise.envs.registry import load_target, world_names
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import is_outside
 from turnwise.methods.lookup import (
@@ -101,6 +101,9 @@ def read_tree(name: str) -> Tree:
             raise ConfigError(f"{path} cannot be read: {cause.strerror}; presets: {_listed_presets()}") from cause
         except UnicodeDecodeError as cause:
             raise ConfigError(f"{path} is not a text file; expected YAML") from cause
+    near = nearest(name, [*preset_names(), *world_names()], cutoff=0.8)
+    if near in preset_names() and near not in world_names() and name not in world_names() and ":" not in name:
+        raise ConfigError(f"no preset and no world {name!r}; did you mean {near!r}? Presets: {_listed_presets()}")
     return {"env": {"name": name}}
 
 
@@ -387,6 +390,7 @@ def _nearest(path: str) -> str:
     by_leaf = {option.rpartition(".")[2]: option for option in known}
     by_leaf |= {spelling.rpartition(".")[2]: option for spelling, option in SPELLINGS.items()}
     same_leaf = [option for option in known if option.rpartition(".")[2] == leaf] or [by_leaf.get(leaf)]
+    same_leaf.sort(key=lambda option: not (option or "").startswith("train."))  # the section that is meant most often
     near_leaf = nearest(leaf, by_leaf, cutoff=0.7)
     groups = {option.rpartition(".")[0] for option in known if option.count(".") > 1}
     near = (

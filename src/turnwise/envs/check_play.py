@@ -17,6 +17,7 @@ from typing import Any, cast
 from turnwise.envs.base import Env, EnvStep, Task, World, assistant
 from turnwise.envs.sync import as_env, call_in_thread
 from turnwise.errors import ConfigError
+from turnwise.runtime.raised_at import raised_at
 from turnwise.trajectory import Message
 
 _PING_S = 0.5
@@ -26,7 +27,8 @@ class CallFailedError(Exception):
     """A call of the checked object raised an exception."""
 
     def __init__(self, call: str, cause: BaseException) -> None:
-        super().__init__(f"{call} failed with {type(cause).__name__}: {cause}")
+        place = raised_at(cause)
+        super().__init__(f"{call} failed with {type(cause).__name__}: {cause}{f' at {place}' if place else ''}")
         self.call = call
         self.cause = cause
 

@@ -85,7 +85,7 @@ def load_target(name: str) -> Any:
     if ":" not in target:
         near = did_you_mean(name, [*SHIPPED_WORLDS, *ADAPTERS])
         raise ConfigError(
-            f"no world {name!r}{near}; the shipped ones are {', '.join(SHIPPED_WORLDS)}; "
+            f"no world {name!r}{near or '.'} The shipped ones are {', '.join(sorted(SHIPPED_WORLDS))}; "
             "one of your own is module:Class or path/to/file.py:Class; "
             f"one of another library is {', '.join(f'{prefix}:...' for prefix in ADAPTERS)}"
         )

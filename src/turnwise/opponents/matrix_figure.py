@@ -1,48 +1,103 @@
-"""The cross-play matrix of a tournament as an SVG picture: rows are players, columns are their opponents."""
+"""The cross-play matrix of a tournament as an SVG picture: rows are players, columns are their opponents.
+
+Beside the matrix stand each player's mean reward, its share of games with a deal and its joint surplus, so that one who
+wins by being unreasonable is seen at once: dark cells, and a small joint surplus.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from html import escape
 
-from turnwise.opponents.tournament import Standings
+from turnwise.opponents.tournament import Estimate, Standings
 
-CELL, LABEL, TOP, FONT = 92, 190, 70, "font-family='sans-serif' font-size='13'"
+CELL, HEIGHT, TOP, LETTER = 104, 56, 92, 7.4
+"""Pixels: a cell's width and height, what stands above the matrix, and a letter of the labels."""
+FONT = "font-family='sans-serif' font-size='13'"
 
 
 def matrix_svg(table: Standings, title: str) -> str:
     """Each cell is the row's mean reward against the column, with its interval; darker is more."""
     names = sorted(table.names, key=lambda name: -table.ratings[name].value)
-    size = CELL * len(names)
-    values = [one.value for one in table.matrix.values()]
-    low, span = min(values), max(max(values) - min(values), 1e-9)
+    labels = short_labels(names)
+    rows = {name: f"{labels[name]} ({table.ratings[name].value:+.0f} Elo)" for name in names}
+    left = 24 + LETTER * max(len(text) for text in rows.values())
+    beside = _columns_beside(table)
+    size = CELL * (len(names) + len(beside)) + (12 if beside else 0)
+    width = max(left + size + 16, 20 + LETTER * max(len(title), len(_READ)))
+    height = TOP + HEIGHT * len(names) + 16
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{LABEL + size + 20}' height='{TOP + size + 20}' {FONT}>",
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:.0f}' height='{height}' {FONT}>",
         "<rect width='100%' height='100%' fill='white'/>",
         f"<text x='10' y='22' font-weight='bold'>{escape(title)}</text>",
+        _text(10, 42, _READ, "start", 11),
     ]
-    for index, name in enumerate(names):
-        middle = CELL * index + CELL / 2
-        rating = f"{table.ratings[name].value:+.0f} Elo"
-        parts.append(_text(LABEL - 8, TOP + middle, f"{_short(name)} ({rating})", "end"))
-        parts.append(_text(LABEL + middle, TOP - 12, _short(name, 12), "middle"))
+    known = [one.value for one in table.matrix.values() if math.isfinite(one.value)]
     for row, own in enumerate(names):
+        y = TOP + HEIGHT * row
+        parts.append(_text(left - 10, y + HEIGHT / 2 + 4, rows[own], "end"))
+        parts.append(_text(left + CELL * (row + 0.5), TOP - 10, labels[own], "middle", _fitting(labels[own])))
         for column, other in enumerate(names):
-            x, y = LABEL + CELL * column, TOP + CELL * row
-            if own == other:
-                parts.append(f"<rect x='{x}' y='{y}' width='{CELL}' height='{CELL}' fill='#eeeeee' stroke='white'/>")
-                continue
-            cell = table.matrix[own, other]
-            shade = (cell.value - low) / span
-            color = f"rgb({255 - round(180 * shade)},{255 - round(110 * shade)},255)"
-            parts.append(f"<rect x='{x}' y='{y}' width='{CELL}' height='{CELL}' fill='{color}' stroke='white'/>")
-            parts.append(_text(x + CELL / 2, y + CELL / 2, f"{cell.value:.2f}", "middle"))
-            parts.append(_text(x + CELL / 2, y + CELL / 2 + 18, f"{cell.low:.2f} to {cell.high:.2f}", "middle", 10))
+            parts += _cell(left + CELL * column, y, table.matrix.get((own, other)), known)
+        for column, (_, values) in enumerate(beside):
+            x = left + CELL * (len(names) + column + 0.5) + 12
+            parts.append(_text(x, y + HEIGHT / 2 + 4, _number(values[own]), "middle"))
+    for column, (head, _) in enumerate(beside):
+        parts.append(_text(left + CELL * (len(names) + column + 0.5) + 12, TOP - 10, head, "middle"))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _short(name: str, length: int = 16) -> str:
-    last = name.rstrip("/").rsplit("/", 1)[-1] or name
-    return last if len(last) <= length else f"{last[: length - 1]}…"
+_READ = "rows by rating, the best first; a cell: the row's reward against the column, with its 95 % interval"
+
+
+def short_labels(names: Sequence[str], length: int = 24) -> dict[str, str]:
+    """The last part of each path; two that end alike keep the part before, too."""
+    ends = Counter(_end(name, 1) for name in names)
+    found = {name: _end(name, 1 if ends[_end(name, 1)] == 1 else 2) for name in names}
+    return {name: text if len(text) <= length else f"…{text[1 - length :]}" for name, text in found.items()}
+
+
+def _end(name: str, count: int) -> str:
+    return "/".join(name.rstrip("/").split("/")[-count:]) or name
+
+
+def _columns_beside(table: Standings) -> list[tuple[str, Mapping[str, float]]]:
+    """What is said of a player over all its games, where the world says it."""
+    reward = {name: payoff.value for name, payoff in table.payoffs.items()}
+    columns: list[tuple[str, Mapping[str, float]]] = [
+        ("all games", reward),
+        ("agreement", table.agreement),
+        ("joint surplus", table.joint),
+    ]
+    return [(head, values) for head, values in columns if any(math.isfinite(value) for value in values.values())]
+
+
+def _cell(x: float, y: float, cell: Estimate | None, known: Sequence[float]) -> list[str]:
+    """One square: a player does not meet itself, and games that all failed have no reward."""
+    if cell is None or not math.isfinite(cell.value):
+        square = _square(x, y, "#eeeeee")
+        return [square] if cell is None else [square, _text(x + CELL / 2, y + HEIGHT / 2 + 4, "no game", "middle", 11)]
+    shade = (cell.value - min(known)) / max(max(known) - min(known), 1e-9)
+    return [
+        _square(x, y, f"rgb({255 - round(180 * shade)},{255 - round(110 * shade)},255)"),
+        _text(x + CELL / 2, y + HEIGHT / 2 - 2, f"{cell.value:.2f}", "middle"),
+        _text(x + CELL / 2, y + HEIGHT / 2 + 15, f"{cell.low:.2f} to {cell.high:.2f}", "middle", 11),
+    ]
+
+
+def _square(x: float, y: float, fill: str) -> str:
+    return f"<rect x='{x:g}' y='{y:g}' width='{CELL}' height='{HEIGHT}' fill='{fill}' stroke='white'/>"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "–"
+
+
+def _fitting(label: str) -> int:
+    """The size of letters with which a label stands above its column."""
+    return 13 if len(label) <= 13 else max(8, 13 * 13 // len(label))
 
 
 def _text(x: float, y: float, text: str, anchor: str, size: int = 13) -> str:

@@ -10,14 +10,21 @@ MAX_WORD = 200
 
 
 def nearest_names(word: object, known: Iterable[str], *, count: int, cutoff: float = 0.5) -> list[str]:
-    """Up to `count` known names that are similar to `word`, the most similar first."""
-    return difflib.get_close_matches(str(word)[:MAX_WORD], list(known), n=count, cutoff=cutoff)
+    """Up to `count` known names that are similar to `word`, the most similar first; of equals, the one with the same
+    letters."""
+    given = str(word)[:MAX_WORD]
+    found = difflib.get_close_matches(given, list(known), n=max(count, 4), cutoff=cutoff)
+
+    def likeness(name: str) -> tuple[float, bool]:
+        return -difflib.SequenceMatcher(None, name, given).ratio(), sorted(name) != sorted(given)
+
+    return sorted(found, key=likeness)[:count]
 
 
 def nearest(word: object, known: Iterable[str], *, cutoff: float = 0.5) -> str | None:
     """The most similar known name; None when none is similar enough.
 
-    >>> nearest("gpro", ["grpo", "ppo"])
+    >>> nearest("gpro", ["gspo", "grpo", "ppo"])
     'grpo'
     """
     return next(iter(nearest_names(word, known, count=1, cutoff=cutoff)), None)

@@ -10,6 +10,7 @@ Needs pyarrow: `pip install 'turnwise[pairs]'`.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,14 +87,15 @@ def push_pairs(path: Path, repository: str) -> None:
     from huggingface_hub import HfApi
 
     try:
-        hub = HfApi()
+        hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         hub.create_repo(repository, repo_type="dataset", exist_ok=True)
         hub.upload_file(
             path_or_fileobj=str(path), path_in_repo=f"data/{path.name}", repo_id=repository, repo_type="dataset"
         )
     except Exception as cause:
+        said = next(iter(str(cause).splitlines()), "")  # the hub's client goes on with advice for its own users
         raise ConfigError(
-            f"{path} is written, and was not pushed to {repository}: {type(cause).__name__}: {cause}; expected a hub "
+            f"{path} is written, and was not pushed to {repository}: {type(cause).__name__}: {said}; expected a hub "
             "that can be reached (HF_ENDPOINT) and a token that may write there (HF_TOKEN)"
         ) from cause
 

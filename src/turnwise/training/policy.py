@@ -201,6 +201,23 @@ class PolicySampler(ClosedOnExit):
         sequence = self.sampler.sample(request, 1, params).result().sequences[0]
         return renderer.parse(list(sequence.tokens)).content
 
+    def export(
+        self, *, peft: str | Path | None = None, merged: str | Path | None = None, gguf: str | Path | None = None
+    ) -> Path:
+        """Write the weights for other programs, as `turnwise export` does; returns the new directory or file.
+
+        Args:
+            peft: A new directory for the adapter, in PEFT's format.
+            merged: A new directory for a whole Hugging Face model.
+            gguf: A new file for a whole model, for llama.cpp.
+        """
+        from turnwise.training.export import ExportPlaces, export_policy  # it reads policies
+
+        places = ExportPlaces(peft=peft, merged=merged, gguf=gguf)
+        place = places.place
+        export_policy(self, places)
+        return place
+
     def evaluate(self, *, label: str = "eval", tasks: slice = slice(None)) -> Evaluation:
         """Play the held-out tasks of its config's world, as an evaluation of a run does; `tasks` takes some of them."""
         config = self.config

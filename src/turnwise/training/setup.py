@@ -23,6 +23,7 @@ from turnwise.config.config import Config
 from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
 from turnwise.engine.device_info import find_device, share_among_engines
 from turnwise.envs.registry import load_target
+from turnwise.envs.worlds import check_options, world_parameters
 from turnwise.errors import ConfigError, NotSupportedError
 from turnwise.models import store as model_store
 from turnwise.models.facts import ModelFacts, read_facts
@@ -193,8 +194,8 @@ def _set_up(
         )
     publisher.check_options(config.rollout)
     check_loggers(config.run.loggers)
-    if objects.env is None and not config.env.mix and ":" not in config.env.name:
-        load_target(config.env.name)  # a misspelt world is told before a model is looked for, which may be a download
+    if objects.env is None:
+        _check_worlds(config)
     facts = find_facts(config, report)
     if facts.has_other_angles and config.is_sampled_elsewhere:
         raise ConfigError(
@@ -208,6 +209,15 @@ def _set_up(
     return Setup(
         config=config, directory=directory, start=start, facts=facts, parts=parts, objects=objects, notes=tuple(notes)
     )
+
+
+def _check_worlds(config: Config) -> None:
+    """Tell misspelt worlds and options of worlds before a model is looked for, which may be a download."""
+    for world in config.env.mix.values() or (config.env,):
+        target = load_target(world.name)
+        parameters = world_parameters(target)
+        if parameters is not None and not {*world.options} <= {parameter.name for parameter in parameters}:
+            check_options(world.name, parameters, world.options)
 
 
 def claim_directory(setup: Setup) -> tuple[Setup, ExitStack]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from turnwise.envs.joint import SEPARATOR
 from turnwise.errors import ConfigError
 from turnwise.runlog.arrays import unpack_messages
 from turnwise.view.index import COLUMNS, AttemptIndex, IndexWorker
@@ -46,9 +47,11 @@ class AttemptFilter:
     """yes, no or none (the env gave no verdict)."""
     text: str = ""
     """Words of the dialogue; the last one may be the beginning of a word."""
+    members: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By the names of runs that mix worlds: the member whose attempts are asked for."""
 
-    def conditions(self) -> tuple[list[str], list[Any]]:
-        """SQL conditions with their values, without the text."""
+    def conditions(self, run: str) -> tuple[list[str], list[Any]]:
+        """SQL conditions for the attempts of a run with their values, without the text."""
         found: list[tuple[str, Any]] = [
             (f"{name} = ?", getattr(self, name)) for name in FACETS if getattr(self, name) != ""
         ]
@@ -59,6 +62,8 @@ class AttemptFilter:
                     found.append((f"{column} {sign} ?", value))
         if self.task:
             found.append(("instr(task_id, ?) > 0", self.task))
+        if run in self.members:
+            found.append(("instr(task_id, ?) = 1", f"{self.members[run]}{SEPARATOR}"))
         known = {"": [], "yes": ["is_success = 1"], "no": ["is_success = 0"], "none": ["is_success IS NULL"]}
         if self.success not in known:
             raise ConfigError(f"success={self.success!r}; expected yes, no or none")
@@ -91,7 +96,7 @@ class AttemptLists:
                 searched, everything = _progress(database)
                 num_searched, num_all = num_searched + searched, num_all + everything
                 table = _table(index, database, chosen)
-                where, values = _where(chosen)
+                where, values = _where(chosen, name)
                 order_by = "time DESC, id DESC" if order == "newest" and len(runs) > 1 else ORDERS[order]
                 asked = f"SELECT {COLUMNS} FROM {table} WHERE {where} ORDER BY {order_by} LIMIT ? OFFSET ?"
                 # Of several runs, the first rows of each may be on this page.
@@ -118,7 +123,7 @@ class AttemptLists:
             index = self._worker.index(directory, with_texts=bool(chosen.text))
             with index.opened() as database:
                 table = _table(index, database, chosen)
-                where, values = _where(chosen)
+                where, values = _where(chosen, name)
                 distinct = f"SELECT DISTINCT phase, step, task_id FROM {table} WHERE {where}"
                 total += database.execute(f"SELECT count(*) FROM ({distinct})", values).fetchone()[0]
                 asked = f"SELECT phase, step, task_id, max(id) AS last FROM {table} WHERE {where} "
@@ -129,16 +134,18 @@ class AttemptLists:
         found.sort(key=lambda one: -one["time"])
         return {"groups": found[first : first + size], "total": total, "first": first, "size": size}
 
-    def facets(self, runs: Mapping[str, Path]) -> Json:
+    def facets(self, runs: Mapping[str, Path], members: Mapping[str, str]) -> Json:
         """How many attempts there are by phase, outcome and end reason; empty until a side index is complete."""
         counts: dict[str, dict[str, int]] = {name: {} for name in FACETS}
-        for directory in runs.values():
+        for name, directory in runs.items():
             index = self._worker.index(directory)
+            where, values = _where(AttemptFilter(members=members), name)
             with index.opened() as database:
                 if index.source(database) != "main.attempts":
-                    return {"is_complete": False, **{name: {} for name in FACETS}}
+                    return {"is_complete": False, **{facet: {} for facet in FACETS}}
                 for facet in FACETS:
-                    for value, count in database.execute(f"SELECT {facet}, count(*) FROM attempts GROUP BY {facet}"):
+                    asked = f"SELECT {facet}, count(*) FROM attempts WHERE {where} GROUP BY {facet}"
+                    for value, count in database.execute(asked, values):
                         counts[facet][value] = counts[facet].get(value, 0) + count
         return {"is_complete": True, **counts}
 
@@ -161,8 +168,8 @@ def _table(index: AttemptIndex, database: sqlite3.Connection, chosen: AttemptFil
     return "main.attempts" if chosen.text else index.source(database)
 
 
-def _where(chosen: AttemptFilter) -> tuple[str, list[Any]]:
-    conditions, values = chosen.conditions()
+def _where(chosen: AttemptFilter, run: str) -> tuple[str, list[Any]]:
+    conditions, values = chosen.conditions(run)
     if chosen.text:
         query = words_query(chosen.text)
         if not query.strip():

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from turnwise.envs.joint import SEPARATOR
 from turnwise.errors import ConfigError
 from turnwise.view.app import STATIC
 from turnwise.view.attempts import MAX_PAGE, AttemptFilter
@@ -58,7 +59,7 @@ def _answers(pages: Pages, num_attempts: int) -> Json:
         curves["metrics"] = [metric for metric in curves["metrics"] if metric in EXPORTED_METRICS]
     attempts: list[Json] = []
     num_stored = 0
-    worlds = {run["name"]: run.get("world", "") for run in runs["runs"]}
+    worlds = {run["name"]: run.get("worlds", []) for run in runs["runs"]}
     for name in names:
         rows = _chosen_attempts(pages, name, num_attempts)
         num_stored += pages.attempts({"run": name, "size": "1"})["total"]
@@ -71,7 +72,7 @@ def _answers(pages: Pages, num_attempts: int) -> Json:
             kept = {one["id"] for one in rows}
             key = f"{name}/{row['id']}"
             answers["attempt"][key], answers["group"][key] = attempt, _only(group, kept)
-            attempts.append({**row, "world": worlds[name], "text": _words(attempt)})
+            attempts.append({**row, "world": _world(row, worlds[name]), "text": _words(attempt)})
     note = f"this file holds {len(attempts):,} of {num_stored:,} attempts: the newest groups of each run"
     return {"answers": answers, "attempts": attempts, "note": note}
 
@@ -98,6 +99,11 @@ def _only(group: Json, kept: set[int]) -> Json:
         "num_left_out": sum(one["id"] not in kept for one in group["attempts"]),
         "nodes": [node for node in nodes if node["attempts"]],
     }
+
+
+def _world(row: Json, worlds: list[str]) -> str:
+    """The world of an attempt; a task of a mix begins with its member's name."""
+    return worlds[0] if len(worlds) == 1 else str(row["task_id"]).partition(SEPARATOR)[0]
 
 
 def _words(attempt: Json) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnwise.errors import DataError
+from turnwise.opponents.seating import SAID
 from turnwise.runlog.arrays import unpack_messages
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import StoredAttempt, StoredDialogue
@@ -75,7 +76,7 @@ def _dialogue_json(dialogue: StoredDialogue, tokens: list[Json] | None) -> Json:
         "seed": dialogue.seed,
         "duration_s": dialogue.duration_s,
         "metrics": dict(dialogue.metrics),
-        "labels": {name: text for name, text in dialogue.labels.items() if name not in pictures},
+        "labels": {name: text for name, text in dialogue.labels.items() if name not in (*pictures, SAID)},
         "branch": None if dialogue.branch is None else asdict(dialogue.branch),
         "failure": None if dialogue.failure is None else asdict(dialogue.failure),
         "start": start,
@@ -139,7 +140,7 @@ def group_json(database: sqlite3.Connection, attempt_id: int) -> Json:
     row = database.execute("SELECT phase, step, task_id FROM run.trajectories WHERE id = ?", (attempt_id,)).fetchone()
     if row is None:
         raise DataError(f"no attempt {attempt_id} in this run")
-    members = group_rows(database, row["phase"], row["step"], row["task_id"])
+    members = _same_seat(database, attempt_id, group_rows(database, row["phase"], row["step"], row["task_id"]))
     shown = members[:MAX_GROUP]
     nodes: dict[Any, Json] = {}
     for member in shown:
@@ -155,6 +156,14 @@ def group_json(database: sqlite3.Connection, attempt_id: int) -> Json:
             nodes[key]["attempts"].append(member["id"])
             parent, told = key, turn["observation"]
     return {"attempts": members, "num_left_out": len(members) - len(shown), "nodes": list(nodes.values())}
+
+
+def _same_seat(database: sqlite3.Connection, attempt_id: int, members: list[Json]) -> list[Json]:
+    """Where both seats of a game were trained, a group has one of them only: each has its own baseline."""
+    asked = "SELECT id, json_extract(labels, '$.seat') AS seat FROM run.trajectories WHERE id IN "
+    ids = [member["id"] for member in members]
+    seats = {row["id"]: row["seat"] for row in database.execute(f"{asked}({', '.join('?' * len(ids))})", ids)}
+    return [member for member in members if seats[member["id"]] == seats[attempt_id]]
 
 
 def _turn_rows(database: sqlite3.Connection, attempt_id: int) -> list[sqlite3.Row]:

@@ -103,20 +103,21 @@ class Pages:
         return {"findings": self._findings[directory][1]}
 
     def attempts(self, query: Query) -> Json:
+        runs, members = self._chosen_runs(query)
         return self.lists.page(
-            self._chosen_runs(query),
-            _filter(query),
+            runs,
+            _filter(query, members),
             query.get("order", "newest"),
             _whole(query, "first", 0),
             _whole(query, "size", PAGE),
         )
 
     def groups(self, query: Query) -> Json:
-        runs = self._chosen_runs(query)
-        return self.lists.groups(runs, _filter(query), _whole(query, "first", 0), _whole(query, "size", PAGE))
+        runs, members = self._chosen_runs(query)
+        return self.lists.groups(runs, _filter(query, members), _whole(query, "first", 0), _whole(query, "size", PAGE))
 
     def facets(self, query: Query) -> Json:
-        return self.lists.facets(self._chosen_runs(query))
+        return self.lists.facets(*self._chosen_runs(query))
 
     def attempt(self, query: Query) -> Json:
         with RunReader(self.directory(query.get("run", ""))) as run:
@@ -128,27 +129,29 @@ class Pages:
         with self.worker.index(self.directory(query.get("run", ""))).opened() as database:
             return group_json(database, _whole(query, "id", 0))
 
-    def _chosen_runs(self, query: Query) -> dict[str, Path]:
-        """The run that is asked for, or all readable runs, of one world if it is named."""
+    def _chosen_runs(self, query: Query) -> tuple[dict[str, Path], dict[str, str]]:
+        """The run that is asked for, or all readable runs, of one world if it is named; and of those that mix worlds,
+        the member that is meant."""
         name, world = query.get("run", ""), query.get("world", "")
-        if name:
-            return {name: self.directory(name)}
-        return {
-            one["name"]: Path(one["directory"])
-            for one in self.folder.summaries()
-            if one["state"] != "damaged" and (not world or one["world"] == world)
-        }
+        if name and not world:
+            return {name: self.directory(name)}, {}
+        found = [one for one in self.folder.summaries() if one["state"] != "damaged" and name in ("", one["name"])]
+        if name and not found:
+            return {name: self.directory(name)}, {}
+        chosen = [one for one in found if not world or world in (one["world"], *one["worlds"])]
+        members = {one["name"]: world for one in chosen if world and one["world"] != world}
+        return {one["name"]: Path(one["directory"]) for one in chosen}, members
 
 
 def _names(query: Query) -> list[str]:
     return [name for name in query.get("runs", "").split(",") if name]
 
 
-def _filter(query: Query) -> AttemptFilter:
+def _filter(query: Query, members: Mapping[str, str]) -> AttemptFilter:
     values: dict[str, Any] = {name: query.get(name, "").strip() for name in (*FACETS, "task", "success", "text")}
     values |= {name: _number(query, name, int) for name in ("step_from", "step_to")}
     values |= {name: _number(query, name, float) for name in ("reward_from", "reward_to")}
-    return AttemptFilter(**values)
+    return AttemptFilter(**values, members=members)
 
 
 def _number(query: Query, name: str, kind: type[int] | type[float]) -> float | None:

@@ -127,6 +127,7 @@ class RunFolder:
         return {
             **run_state(status, is_alive=is_alive),
             "world": flat.get("env.name", ""),
+            "worlds": list((config.get("env") or {}).get("mix") or {}) or [flat.get("env.name", "")],
             "model": flat.get("model.alias") or flat.get("model.name", ""),
             "method": flat.get("method.name", ""),
             "seed": flat.get("train.seed"),

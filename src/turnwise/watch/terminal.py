@@ -20,6 +20,8 @@ BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 48
 FIRST_TOLD_S = 10.0
 """Report a wait in its own line after this many seconds."""
+LINES_APART_S = 3.0
+"""Of a warm-up, and of a critic's batches, the plain view prints a line only this often: there may be hundreds."""
 RECENT_STEPS = 10
 """Number of last steps from which speed and time left are computed."""
 
@@ -92,6 +94,7 @@ class LineView(Observer):
     def __init__(self) -> None:
         self._clock = _Clock()
         self._told_s = FIRST_TOLD_S
+        self._next_line_s = 0.0
 
     def message(self, text: str) -> None:
         print(text, flush=True)
@@ -109,16 +112,22 @@ class LineView(Observer):
         print(f"{name} ...", flush=True)
 
     def warmup(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        print(f"warm-up {step}/{num_steps}  loss {metrics['warmup/loss']:.3f}  {self._clock.tick():.1f} s", flush=True)
+        self._progress("warm-up", step, num_steps, f"loss {metrics['warmup/loss']:.3f}")
 
     def critic(self, batch: int, num_batches: int, metrics: Mapping[str, float]) -> None:
-        print(f"critic {batch}/{num_batches}  {_critic_summary(metrics)}  {self._clock.tick():.1f} s", flush=True)
+        self._progress("critic", batch, num_batches, _critic_summary(metrics))
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        took = self._clock.tick()
-        left = self._clock.left(num_steps - step)
-        ahead = f", about {format_duration(left)} left" if step < num_steps else ""
-        print(f"step {step}/{num_steps}  {_summary(metrics)}  {took:.1f} s{ahead}", flush=True)
+        self._progress("step", step, num_steps, _summary(metrics))
+
+    def _progress(self, what: str, number: int, count: int, summary: str) -> None:
+        """A line for each step of a run; of what comes before, the first, the last, and one every few seconds."""
+        took, now_s = self._clock.tick(), time.monotonic()
+        if what != "step" and 1 < number < count and now_s < self._next_line_s:
+            return
+        self._next_line_s = now_s + LINES_APART_S
+        ahead = f", about {format_duration(self._clock.left(count - number))} left" if number < count else ""
+        print(f"{what} {number}/{count}  {summary}  {took:.1f} s{ahead}", flush=True)
 
     def evaluation(self, row: EvaluationRow) -> None:
         self._clock.restart()

@@ -144,6 +144,26 @@ def filters_narrow_the_list_and_live_in_the_address(page):
     expect(page.get_by_role("list", name="Attempts of the group").get_by_role("listitem")).to_have_count(3)
 
 
+def a_world_can_be_chosen_in_a_run_that_mixes_worlds(page):
+    for start in (URL, EXPORT):
+        page.goto(f"{start}#/attempts?run=mixed")
+        expect(page.get_by_role("link", name=re.compile("^attempt "))).to_have_count(2)
+        page.get_by_label("world").select_option("key_door")
+        expect(page.get_by_role("link", name=re.compile("^attempt "))).to_have_count(1)
+        expect(page.get_by_role("row").nth(1)).to_contain_text("key_door/t1")
+    _open(page, "#/run/mixed")
+    expect(page.get_by_text("mix of guess_number, key_door")).to_be_visible()
+
+
+def a_screenshot_of_the_world_is_shown_where_it_was_seen(page):
+    for start in (URL, EXPORT):
+        page.goto(f"{start}#/attempt/mixed/1")
+        picture = page.get_by_role("img", name="screenshot of the world")
+        expect(picture).to_be_visible()
+        assert picture.evaluate("image => image.naturalWidth") == 1, "the browser could not read it"
+        expect(page.get_by_role("region", name="turn 1").get_by_role("img")).to_have_count(1)
+
+
 def an_attempt_shows_tools_rewards_tokens_and_its_tree(page):
     _open(page, "attempt")
     turn = page.get_by_role("region", name="turn 3")
@@ -175,6 +195,9 @@ def two_attempts_part_at_a_token(page):
     expect(page.get_by_role("note")).to_have_text("They part in turn 2, at token 3.")
     expect(page.locator(".tok.parts")).to_have_count(2)
     expect(page.locator(".tok.same")).to_have_count(4)
+    shared = page.get_by_role("region", name="turn 1")  # said once, and taught to each in its own way
+    expect(shared).to_contain_text("#1 advantage -0.5")
+    expect(shared).to_contain_text("#2 advantage +0.5")
 
 
 def text_of_a_world_never_runs(page):

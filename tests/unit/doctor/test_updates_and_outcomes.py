@@ -8,6 +8,7 @@ import pytest
 
 from turnwise.config.files import load_config
 from turnwise.doctor import diagnose
+from turnwise.runlog.writer import RunWriter
 from unit.doctor.conftest import WrittenRun
 
 NewRun = Callable[[], WrittenRun]
@@ -29,6 +30,13 @@ Changes = dict[str, float | Sequence[float]]
             {"rollout__entropy_estimate": [1.0] * 3 + [0.01] * 7},
             {"rollout__entropy_estimate": 0.5},
         ),
+        (
+            "entropy_exploded",
+            {"rollout__entropy_estimate": [1.0] * 5 + [6.0] * 5, "rollout__success_mean": FALLING},
+            {"rollout__entropy_estimate": [1.0] * 5 + [6.0] * 5, "rollout__success_mean": RISING},
+        ),
+        ("drift", {"drift__k2": 0.05}, {"drift__k2": 1e-6}),
+        ("drift_grows", {"drift__k2": [2e-5] * 5 + [9e-4] * 5}, {"drift__k2": [2e-5] * 9 + [9e-4]}),
         ("gradient_zero", {"train__grad_norm": 0.0}, {"train__grad_norm": [0.0] + [0.3] * 9}),
         ("gradient_clipped", {"train__grad_norm": 50.0}, {"train__grad_norm": 2.0}),
         ("gradient_vanishes", {"train__grad_norm": 1e-9}, {"train__grad_norm": 1e-3}),
@@ -75,6 +83,17 @@ def test_a_number_that_is_wrong_is_named_and_one_that_is_fine_is_not(
     healthy.set(**fine)
     assert name in sick.names
     assert healthy.names == []
+
+
+def test_a_certificate_that_is_not_exact_is_a_finding(new_run: NewRun) -> None:
+    for is_exact, found in ((True, []), (False, ["not_exact"])):
+        run = new_run()
+        directory = run.write()
+        writer = RunWriter.reopen(directory, max_size_mb=64)
+        writer.certificate(len(run.steps), "{}", is_exact=is_exact)
+        writer.commit(len(run.steps))
+        writer.close()
+        assert [finding.name for finding in diagnose(directory)] == found
 
 
 def test_entropy_may_fall_in_a_run_that_solves_its_tasks(run: WrittenRun) -> None:

@@ -80,7 +80,7 @@ def test_the_page_about_worlds_links_to_every_page_of_a_world_and_to_the_adapter
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"no world 'guess_numbers'; did you mean 'guess_number'\?; the shipped"):
+    with pytest.raises(ConfigError, match=r"no world 'guess_numbers'; did you mean 'guess_number'\? The shipped"):
         get_world("guess_numbers")
 
 

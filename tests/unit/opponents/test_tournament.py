@@ -74,6 +74,28 @@ async def test_every_pair_plays_every_task_in_both_seats_and_a_failed_game_is_no
     assert ET.fromstring(matrix_svg(table, "a & b")).tag.endswith("svg")
 
 
+def test_the_picture_tells_players_apart_and_shows_who_is_unreasonable() -> None:
+    first, second, third = "runs/a/best", "runs/b/best", "tough"
+    info = {"agreement": 0.5, "joint": 0.25}
+    games = [
+        TournamentGame(task_id=f"t{task}", names=names, rewards=(0.75, 0.5), info=info)
+        for task in range(3)
+        for names in ((first, second), (first, third))
+    ]
+    failed = [TournamentGame(task_id="t0", names=(second, third), rewards=None, failure="gone")]
+    table = standings([*games, *failed])
+    assert math.isnan(table.matrix[second, third].value)
+    texts = [element.text or "" for element in ET.fromstring(matrix_svg(table, "the title")).iter() if element.text]
+    assert "a/best" in texts
+    assert "b/best" in texts
+    assert any(text.startswith("tough (") for text in texts)
+    assert texts.count("no game") == 2, "a pair whose games all failed has no number"
+    assert "nan" not in "".join(texts)
+    for head, value in (("agreement", "0.50"), ("joint surplus", "0.25"), ("all games", "0.75")):
+        assert head in texts
+        assert value in texts
+
+
 def test_the_command_rates_scripts_and_refuses_what_is_no_player(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,5 +114,7 @@ def test_the_command_rates_scripts_and_refuses_what_is_no_player(
     ):
         assert main([*command, *players]) == 2
         assert words in capsys.readouterr().err
+    assert main([*command, "tough", "fair", "--out", str(tmp_path)]) == 2
+    assert "expected the name of a file" in capsys.readouterr().err
     assert main(["tournament", "tough", "fair"]) == 2
     assert "--env" in capsys.readouterr().err

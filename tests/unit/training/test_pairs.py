@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import base64
+import json
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from local_server import serving, unused_address
 from turnwise.credit.preferences import PreferencePair, best_and_worst
 from turnwise.envs.base import user
 from turnwise.errors import ConfigError, DataError
-from turnwise.training.pairs import StoredPair, read_pairs, write_pairs
+from turnwise.training.pairs import StoredPair, push_pairs, read_pairs, write_pairs
 from turnwise.trajectory import Message, ToolCall
 from unit.credit.branches import make_branches
 from unit.credit.groups import make_group
@@ -107,3 +111,61 @@ def test_attempts_of_different_lengths_pair_at_the_first_turn() -> None:
     assert pair is not None
     assert pair.branch_turn == 0
     assert not pair.is_identical
+
+
+@dataclass
+class Hub:
+    """As much of the Hugging Face hub as one upload needs; it keeps what it was sent."""
+
+    token: str
+    repositories: list[str] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        body, is_more = b"", True
+        while is_more:
+            message = await receive()
+            body, is_more = body + message.get("body", b""), message.get("more_body", False)
+        given = dict(scope["headers"])
+        is_known = given.get(b"authorization") == f"Bearer {self.token}".encode()
+        place = f"http://{given[b'host'].decode()}/datasets/me/pairs"
+        answer = self.answer(scope["path"], body, place) if is_known else {"error": "who are you"}
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200 if is_known else 401, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+
+    def answer(self, path: str, body: bytes, place: str) -> dict[str, Any]:
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            self.repositories.append(f"{asked['type']} {asked.get('organization')}/{asked['name']}")
+            return {"url": place, "name": "me/pairs"}
+        if "/preupload/" in path:
+            files = [{**one, "uploadMode": "regular", "shouldIgnore": False} for one in json.loads(body)["files"]]
+            return {"files": files}
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                self.files[f"{path} {line['value']['path']}"] = base64.b64decode(line["value"]["content"])
+        return {"commitUrl": f"{place}/commit/1", "commitOid": "1", "success": True}
+
+
+def test_a_file_is_pushed_to_a_hub_and_stays_where_no_hub_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "p.parquet"
+    write_pairs(file, [store(make_pair(), run="runs/a", step=12)])
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # this hub is on this machine
+    with serving(hub := Hub("secret")) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        push_pairs(file, "me/pairs")
+        assert hub.repositories == ["dataset me/pairs"]
+        assert hub.files == {"/api/datasets/me/pairs/commit/main data/p.parquet": file.read_bytes()}
+        monkeypatch.setenv("HF_TOKEN", "wrong")
+        with pytest.raises(ConfigError, match=r"was not pushed to me/pairs.*HF_TOKEN"):
+            push_pairs(file, "me/pairs")
+    monkeypatch.setenv("HF_ENDPOINT", unused_address())
+    with pytest.raises(ConfigError, match=r"is written, and was not pushed to me/pairs.*HF_ENDPOINT"):
+        push_pairs(file, "me/pairs")
+    assert len(read_pairs(file)) == 1

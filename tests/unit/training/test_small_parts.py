@@ -175,6 +175,18 @@ def test_the_line_view_prints_one_line_per_step(capsys: pytest.CaptureFixture[st
     assert re.search(r" s, about .+ left\n$", out), "also where there is no terminal"
 
 
+def test_a_long_warm_up_prints_its_first_and_its_last_line_and_the_time_that_is_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    view = LineView()
+    for number in range(1, 301):
+        view.warmup(number, 300, {"warmup/loss": 2.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 20, "hundreds of steps pass in a few seconds"
+    assert re.fullmatch(r"warm-up 1/300  loss 2.000  .+ s, about .+ left", lines[0])
+    assert re.fullmatch(r"warm-up 300/300  loss 2.000  .+ s", lines[-1])
+
+
 def test_a_step_says_how_many_attempts_were_dropped_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     dropped = {"rollout/dropped_env_failed": 3.0, "rollout/dropped_group_too_small": 1.0}
     LineView().step(1, 2, {"rollout/reward_mean": 0.0, **dropped})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from turnwise.runlog.schema import DATABASE
 from turnwise.runlog.writer import RunWriter
 from turnwise.trajectory import EndReason
 from turnwise.view.pages import Pages, Query
-from view_runs import Play, WrittenRun
+from view_runs import PICTURE, Play, WrittenRun
 
 PLAYS = (
     Play(task_id="t1", attempt=0, replies=("8", "4", "call weather"), reward=1.0, answers="It rains in Paris."),
@@ -92,6 +93,49 @@ def test_every_filter_chooses_by_what_it_says(pages: Pages) -> None:
             assert [row["id"] for row in answer["rows"]] == ids, (run, query)
     with pytest.raises(ConfigError, match="step_from='x'; expected a number"):
         pages.attempts({"run": "grpo-s0", "step_from": "x"})
+
+
+def test_a_world_is_chosen_among_runs_and_inside_a_run_that_mixes_worlds(tmp_path: Path) -> None:
+    mixed = ("guess_number/t1", "key_door/t1", "key_door/t2")
+    plays = [Play(task_id=name, attempt=0, replies=("8",)) for name in mixed]
+    WrittenRun(plays=plays, overrides=["env.mix=guess_number=1,key_door=1"]).write(tmp_path / "both")
+    WrittenRun(plays=PLAYS).write(tmp_path / "one")
+    pages = Pages(tmp_path)
+    runs = {run["name"]: run["worlds"] for run in pages.runs({})["runs"]}
+    assert runs == {"both": ["guess_number", "key_door"], "one": ["guess_number"]}
+    for query, found in (
+        ({"world": "key_door"}, {"both": 2}),
+        ({"world": "guess_number"}, {"both": 1, "one": 4}),
+        ({"run": "both", "world": "key_door"}, {"both": 2}),
+        ({"run": "both"}, {"both": 3}),
+        ({"run": "one", "world": "key_door"}, {}),
+    ):
+        rows = pages.attempts(query)["rows"]
+        assert Counter(row["run"] for row in rows) == found, query
+        assert pages.groups(query)["total"] == len({(row["run"], row["task_id"]) for row in rows}), query
+        counted = eventually(pages.facets, query, lambda answer: answer["is_complete"])
+        assert sum(counted["phase"].values()) == len(rows), query
+    assert pages.attempts({"run": "both", "world": "key_door", "task": "t1"})["total"] == 1
+    pages.close()
+
+
+def test_pictures_stand_where_they_were_seen_and_what_an_opponent_said_is_no_label(tmp_path: Path) -> None:
+    labels = {"screenshot.0": PICTURE, "screenshot.2": PICTURE, "opponent": "base", "opponent_said": '["Hi"]'}
+    WrittenRun(plays=[Play(task_id="t1", attempt=0, replies=("8", "4"), labels=labels)]).write(tmp_path / "run")
+    pages = Pages(tmp_path)
+    attempt = pages.attempt({"run": "run", "id": "1"})
+    pages.close()
+    assert attempt["labels"] == {"opponent": "base"}
+    assert attempt["start"][-1]["images"] == [PICTURE]
+    assert ["images" in turn["observation"][-1] for turn in attempt["turns"]] == [False, True]
+
+
+def test_the_group_of_a_seat_has_no_attempt_of_the_other_seat(tmp_path: Path) -> None:
+    plays = [Play(task_id="t1", attempt=i, replies=("8",), labels={"seat": str(i % 2)}) for i in range(4)]
+    WrittenRun(plays=plays).write(tmp_path / "run")
+    pages = Pages(tmp_path)
+    assert [one["id"] for one in pages.group({"run": "run", "id": "2"})["attempts"]] == [2, 4]
+    pages.close()
 
 
 def test_words_are_found_in_replies_answers_and_tool_calls(pages: Pages) -> None:

@@ -14,6 +14,9 @@ FINE = {
     "train/ess_fraction": 0.99,
     "pool/stale_share": 0.0,
     "rollout/entropy_estimate": 2.0,
+    "rollout/env_agreement_mean": 0.5,
+    "opponent/opening_diversity": 0.3,
+    "opponent/exploitation": 0.2,
 }
 
 
@@ -25,6 +28,9 @@ FINE = {
         ("train/ess_fraction", 0.4, ("effective share", "under 0.5", "train.max_staleness")),
         ("pool/stale_share", 0.5, ("too old", "train.max_wait")),
         ("rollout/entropy_estimate", 0.1, ("entropy", "under 0.1", "method.entropy_coef")),
+        ("rollout/env_agreement_mean", 0.01, ("games with a deal is 0.01, under 0.05", "pool of opponents")),
+        ("opponent/opening_diversity", 0.01, ("different first replies is 0.01, under 0.02", "method.entropy_coef")),
+        ("opponent/exploitation", 0.5, ("against own snapshots is 0.5, over 0.4", "opponent.base_weight")),
     ],
 )
 def test_each_number_has_a_band_a_reason_and_a_remedy(metric: str, value: float, words: tuple[str, ...]) -> None:

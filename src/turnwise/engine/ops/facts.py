@@ -73,9 +73,10 @@ CUDA = DeviceFacts(
     kv_cache_bytes=None,
     pass_tokens=None,
 )
-_BY_KIND = {"cpu": CPU, "cuda": CUDA}
+DEVICES = {"cpu": CPU, "cuda": CUDA}
+"""By the kind that `engine.device` names."""
 
 
 def facts_of(kind: str) -> DeviceFacts:
     """The facts of `cpu` or `cuda`; a device that is neither is used as a CPU is."""
-    return _BY_KIND.get(kind, CPU)
+    return DEVICES.get(kind, CPU)

@@ -72,18 +72,18 @@ const rewardChips = (turn) => {
   const shaped = turn.credited_parts && sum(turn.credited_parts) !== sum(turn.reward_parts) ? h("span", { class: "chip", title: `after shaping: ${JSON.stringify(turn.credited_parts)}` }, `after shaping ${tw.signed(sum(turn.credited_parts))}`) : null;
   return [parts.filter(([, value]) => value !== 0 || parts.length === 1).map(([name, value]) => h("span", { class: `chip ${value > 0 ? "good" : value < 0 ? "bad" : ""}` }, `${name} ${tw.signed(value)}`)), shaped];
 };
-const advantageChip = (turn) => {
+tw.advantageChip = (turn, whose = "") => {
   if (!turn.tokens || !turn.tokens.mask.some(Boolean)) return null;
   const known = turn.tokens.advantage.filter((_, i) => turn.tokens.mask[i]);
   const mean = known.reduce((total, value) => total + value, 0) / known.length;
-  return h("span", { class: `chip ${mean > 0 ? "good" : mean < 0 ? "bad" : ""}`, title: "mean over the turn's trained tokens" }, `advantage ${tw.signed(mean)}`);
+  return h("span", { class: `chip advantage ${mean > 0 ? "good" : mean < 0 ? "bad" : ""}`, title: "mean over the turn's trained tokens" }, `${whose}advantage ${tw.signed(mean)}`);
 };
 tw.turnBlock = (turn, index, view, attempt, partsAt = null, name = null) => {
   const isShared = attempt.branch && index < attempt.branch.turn;
   const most = view ? tw.largest(attempt.turns, view) : 1;
   const isText = !view || !turn.tokens;
   const head = [name ? h("span", { class: "chip" }, name) : null, h("span", { class: "note" }, `turn ${index + 1}`), h("span", { class: "grow" }), isShared ? h("span", { class: "chip" }, "shared by the group") : null,
-    turn.is_cut ? h("span", { class: "chip bad" }, "cut by max_tokens") : null, turn.is_unparsable ? h("span", { class: "chip bad" }, "the env could not read it") : null, turn.is_trained ? null : h("span", { class: "chip" }, "not trained"), rewardChips(turn), advantageChip(turn),
+    turn.is_cut ? h("span", { class: "chip bad" }, "cut by max_tokens") : null, turn.is_unparsable ? h("span", { class: "chip bad" }, "the env could not read it") : null, turn.is_trained ? null : h("span", { class: "chip" }, "not trained"), rewardChips(turn), tw.advantageChip(turn),
     h("span", { class: "chip", title: `temperature ${turn.temperature}` }, `v${turn.policy_version}`)];
   const foot = turn.tokens ? h("details", { class: "more", ontoggle: (event) => { if (event.target.open && !event.target.querySelector("table")) event.target.append(tw.tokenTable(turn)); } },
     h("summary", {}, `${tw.plural(turn.tokens.ids.length, "token")} after a prompt of ${turn.tokens.num_prompt.toLocaleString("en")}`)) : null;

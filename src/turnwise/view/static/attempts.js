@@ -49,18 +49,18 @@ tw.pages.attempts = async (root, { values }) => {
 const filterForm = (chosen, runs, change, isGroups) => {
   const selects = {};
   const select = (name, label, entries) => {
-    selects[name] = h("select", { id: `f-${name}`, onchange: (event) => change({ [name]: event.target.value }) });
+    selects[name] = h("select", { id: `f-${name}`, onchange: (event) => change({ ...(name === "run" ? { world: "" } : {}), [name]: event.target.value }) });
     tw.options(selects[name], [["", "any"], ...entries], chosen[name] || "");
     return h("label", { for: `f-${name}` }, h("span", {}, label), selects[name]);
   };
   const field = (name, label, size) => h("label", { for: `f-${name}` }, h("span", {}, label),
-    h("input", { id: `f-${name}`, size, value: chosen[name] || "", inputmode: /step|reward/.test(name) ? "decimal" : null, onchange: (event) => change({ [name]: event.target.value }) }));
-  const worlds = [...new Set(runs.map((run) => run.world))];
+    h("input", { id: `f-${name}`, size, value: chosen[name] || "", placeholder: /_(from|to)$/.test(name) ? label : null, inputmode: /step|reward/.test(name) ? "decimal" : null, onchange: (event) => change({ [name]: event.target.value }) }));
+  const worlds = [...new Set(runs.filter((run) => !chosen.run || run.name === chosen.run).flatMap((run) => run.worlds))];
   const search = h("input", { type: "search", id: "f-text", value: chosen.text || "", placeholder: "words in the dialogue", onchange: (event) => change({ text: event.target.value }) });
   const element = h("form", { class: "filters", role: "search", "aria-label": "Filter attempts", onsubmit: (event) => { event.preventDefault(); change({ text: search.value }); } },
     h("label", { for: "f-text", class: "wide" }, h("span", {}, "search"), search),
     runs.length > 1 ? select("run", "run", runs.map((run) => [run.name, run.name])) : null,
-    worlds.length > 1 && !chosen.run ? select("world", "world", worlds.map((world) => [world, world])) : null,
+    worlds.length > 1 ? select("world", "world", worlds.map((world) => [world, world])) : null,
     select("phase", "phase", [["train", "train"], ["eval", "eval"]]),
     select("outcome", "outcome", [["trained", "trained"], ["evaluated", "evaluated"], ["failed", "failed"]]),
     select("stop_reason", "end reason", END_REASONS.map((reason) => [reason, reason.replace("_", " ")])),

@@ -3,6 +3,7 @@
 "use strict";
 const { h } = tw;
 const COLORS = 10;
+const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power)); // between two steps is nothing
 tw.color = (index) => tw.css(`--series-${(index % COLORS) + 1}`);
 tw.colorVar = (index) => `var(--series-${(index % COLORS) + 1})`;
 
@@ -35,7 +36,7 @@ tw.chart = (lines, { title, unit = "", height = 220, range = null, stacked = fal
   const options = {
     width: 300, height, series: [{}, ...series], bands,
     scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: range ? () => range : padded } },
-    axes: [axis({ size: 24 }), axis({ size: 52, values: (u, ticks) => ticks.map((tick) => (unit === "share" ? `${Math.round(100 * tick)} %` : tw.num(tick))) })],
+    axes: [axis({ size: 24, incrs: WHOLE, ...(height >= 200 ? { label: "step", labelSize: 15, labelGap: 0, labelFont: "11px Inter, sans-serif" } : {}) }), axis({ size: 52, values: (u, ticks) => ticks.map((tick) => (unit === "share" ? `${Math.round(100 * tick)} %` : tw.num(tick))) })],
     legend: { show: false }, padding: [10, 12, 0, 0],
     cursor: { y: false, points: { size: 6 }, focus: { prox: 24 }, drag: { x: true, y: false } },
     hooks: { setCursor: [(u) => showTip(u, tip, drawn, column, steps, unit)] },

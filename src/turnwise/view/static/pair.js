@@ -25,6 +25,14 @@ const words = (at) => {
   return `They part in turn ${at.turn + 1}${at.token === null ? "" : `, at token ${at.token + 1}`}.`;
 };
 
+// What both said stands once; what each was taught by it may differ.
+const sharedTurn = (left, right, turn) => {
+  const block = tw.turnBlock(left.turns[turn], turn, "", left);
+  const own = block.querySelector(".chip.advantage");
+  if (own) own.replaceWith(...[left, right].map((attempt) => tw.advantageChip(attempt.turns[turn], `#${attempt.row.id} `)).filter(Boolean));
+  return block;
+};
+
 tw.pages.pair = async (root, { parts }) => {
   const [run, first, second] = [parts[0], Number(parts[1]), Number(parts[2])];
   const [left, right] = await Promise.all([tw.ask("attempt", { run, id: first }), tw.ask("attempt", { run, id: second })]);
@@ -40,7 +48,7 @@ tw.pages.pair = async (root, { parts }) => {
     for (let turn = 0; turn < Math.max(left.turns.length, right.turns.length); turn++) {
       const isSame = !at || turn < at.turn;
       if (at && turn === at.turn) rows.push(h("p", { class: "parting", role: "note" }, words(at)));
-      rows.push(isSame ? h("div", { class: "pair-row one" }, h("div", { class: "same-turn" }, tw.turnBlock(left.turns[turn], turn, "", left)))
+      rows.push(isSame ? h("div", { class: "pair-row one" }, h("div", { class: "same-turn" }, sharedTurn(left, right, turn)))
         : h("div", { class: "pair-row" }, ...[left, right].map((attempt) => (attempt.turns[turn]
             ? tw.turnBlock(attempt.turns[turn], turn, state.view || "sampler", attempt, turn === at.turn ? at.token : null, `#${attempt.row.id}`) : h("p", { class: "empty" }, `#${attempt.row.id} is over.`)))));
     }

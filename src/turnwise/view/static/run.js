@@ -3,7 +3,7 @@
 "use strict";
 const { h } = tw;
 const DOCTOR_MS = 15000;
-const AREAS = { rollout: "Attempts", method: "Method", train: "Training", time: "Time", pool: "Pool", eval: "Held-out", warmup: "Warm-up", critic: "Critic" };
+const AREAS = { rollout: "Attempts", method: "Method", train: "Training", time: "Time", pool: "Pool", eval: "Held-out", warmup: "Warm-up", critic: "Critic", opponent: "Opponents", drift: "Drift", behaviour: "Behaviour" };
 
 tw.pages.run = async (root, { parts }) => {
   const name = parts[0];
@@ -61,7 +61,7 @@ const heading = (name, summary) => h("div", { class: "title" }, h("h1", { tabind
 
 const toolbar = (name, run) => {
   const { summary } = run;
-  const facts = [summary.world, summary.model, summary.method, summary.seed === null ? null : `seed ${summary.seed}`].filter(Boolean).join(" · ");
+  const facts = [(summary.worlds || []).length > 1 ? `mix of ${summary.worlds.join(", ")}` : summary.world, summary.model, summary.method, summary.seed === null ? null : `seed ${summary.seed}`].filter(Boolean).join(" · ");
   return h("div", { class: "run-head" },
     h("p", { class: "sub" }, facts, " · ", h("a", { href: tw.go(["attempts"], { run: name }) }, "attempts"), " · ", h("a", { href: tw.go(["attempts"], { run: name, view: "groups" }) }, "groups")),
     tw.progress(summary), summary.is_alive && summary.left_s ? h("span", { class: "note" }, `about ${tw.duration(summary.left_s)} left`) : null,
@@ -140,6 +140,12 @@ const mainCharts = (run) => {
   if (pool.length) found.push(tw.card("Staleness", "updates between sampling and learning", tw.chart(pool.map((one, index) => ({ label: one.name.slice(15), color: index, ...one })), { title: "Staleness" })));
   const groups = run.metrics.filter((one) => /^pool\/groups_(queued|running|done)$/.test(one.name));
   if (groups.length) found.push(tw.card("Pool", "groups, when a step ended", tw.chart(groups.map((one, index) => ({ label: one.name.slice(12), color: index, ...one })), { title: "Pool" })));
+  const named = (pattern) => run.metrics.filter((one) => pattern.test(one.name)).map((one, index) => ({ ...one, label: pattern.exec(one.name)[1].replaceAll("_", " "), color: index }));
+  const rewards = named(/^opponent\/reward_(\w+)_mean$/), ratings = named(/^opponent\/elo_(\w+)$/);
+  if (rewards.length) found.push(tw.card("Reward by opponent", "of the policy, in training", tw.chart(rewards, { title: "Reward by opponent" })));
+  if (ratings.length) found.push(tw.card("Ratings", "Elo of the pool's members and of the policy's snapshots", tw.chart(ratings, { title: "Ratings" })));
+  const deals = named(/^rollout\/env_(agreement|joint|payoff|other_payoff)_mean$/);
+  if (deals.length > 1) found.push(tw.card("Deals", "share of games with a deal, and payoffs as shares", tw.chart(deals, { title: "Deals", unit: "share", range: [0, 1] })));
   const critic = ["train/critic_explained_variance"].map((name, index) => line(run, name, "explained variance", index)).filter((one) => one.x.length);
   if (critic.length) found.push(tw.card("Critic", "explained variance of returns", tw.chart(critic, { title: "Critic" })));
   return found;

@@ -1,0 +1,97 @@
+"""Two models negotiate, through the commands that docs/opponents.md prints: a run, its checks, pairs, and ratings."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from turnwise.cli import main
+from turnwise.credit.branching import turn_probabilities
+from turnwise.runlog.reader import RunReader
+from turnwise.training.pairs import read_pairs
+
+pytestmark = [pytest.mark.usefixtures("tiny_dir"), pytest.mark.slow]
+SMALL = (
+    "warmup.steps=120",
+    "warmup.demonstrations=512",
+    "train.tasks_per_step=4",
+    "rollout.group_size=4",
+    "eval.tasks=4",
+    "eval.every=0",
+    "run.dialogues=0",
+)
+MAX_TURNS = 3
+"""Of each side, in the preset."""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_dir: Path) -> Path:
+    """A run against the model before training, which plays ahead by one update."""
+    assert tiny_dir.is_dir()
+    place = tmp_path_factory.mktemp("two") / "run"
+    options = ("env.options.opponent=base", "opponent.panel=[base,tough]", "train.max_staleness=1", "train.steps=2")
+    assert main(["train", "negotiate_tiny", *SMALL, *options, f"run.dir={place}"]) == 0
+    return place
+
+
+def test_a_run_against_a_model_is_certified_replayed_resumed_and_measured_against_a_panel(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certify", str(run_dir)]) == 0
+    with RunReader(run_dir) as run:
+        rows = run.attempts(phase="train")
+        assert {run.attempt(row.id).trajectory.labels["opponent"] for row in rows} == {"base"}
+    capsys.readouterr()
+    for row in rows[:3]:
+        assert main(["replay", str(run_dir), "--attempt", str(row.id)]) == 0
+        assert "replayed exactly" in capsys.readouterr().out
+    assert main(["train", "--resume", str(run_dir), "train.steps=3"]) == 0
+    with RunReader(run_dir) as run:
+        assert [step for step, _ in run.metric("opponent/reward_base_mean")] == [1, 2, 3]
+        assert {"opponent/eval_reward_base", "opponent/eval_reward_tough"} <= set(run.metric_names())
+    capsys.readouterr()
+    assert main(["eval", str(run_dir), "opponent.panel=[fair,random]", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["by_opponent"]) == {"fair", "random"}
+
+
+def test_pairs_of_two_models_say_who_played_and_branch_where_the_seed_says(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "refuel.parquet"
+    play = ("pairs", str(run_dir), "--kind", "refuel", "--turn", "geometric", "--tasks", "24", "--samples", "4")
+    assert main([*play, "--step", "last", "--out", str(file), "env.options.opponent=self"]) == 0
+    stored = read_pairs(file)
+    expected = turn_probabilities("geometric", MAX_TURNS, p=0.3)
+    for one in stored:
+        assert (one.opponent, one.world, one.model, one.run) == ("self", "negotiate", "tiny", str(run_dir))
+        turn = one.pair.branch_turn
+        cut_off = [expected[turn] / expected[:length].sum() for length in range(turn + 1, MAX_TURNS + 1)]
+        assert any(one.pair.branch_probability == pytest.approx(value) for value in cut_off), "at the dialogue's end"
+    assert "turnwise train negotiate model=tiny method=refuel" in capsys.readouterr().out
+    learn = (
+        "train",
+        "negotiate_tiny",
+        *SMALL,
+        "method=refuel",
+        f"data.pairs={file}",
+        "train.steps=1",
+        "warmup.steps=0",
+    )
+    assert main([*learn, f"run.dir={tmp_path / 'learned'}"]) == 0
+
+
+def test_a_run_its_base_and_a_script_are_rated_with_a_picture(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "matrix.svg"
+    capsys.readouterr()
+    assert main(["tournament", str(run_dir), "base", "tough", "--tasks", "4", "--json", "--out", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["players"]) == {str(run_dir), "base", "tough"}
+    assert found["num_games"] == 24
+    texts = [element.text or "" for element in ET.parse(picture).iter() if element.text]
+    assert any(text.startswith("run (") for text in texts)
+    assert "joint surplus" in texts
