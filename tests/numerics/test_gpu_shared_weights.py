@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import subprocess
@@ -18,8 +19,12 @@ from transformers import LlamaConfig
 import turnwise as tw
 from naive import make_model
 from turnwise.backends.servers.vllm_transfer import to_update_info
+from turnwise.client.checkpoints import CheckpointStore
+from turnwise.client.shared_weights import SharedWeights
 from turnwise.engine import shared_weights
 from turnwise.engine.config import EngineConfig
+from turnwise.engine.training.adapter_files import load_tensors
+from turnwise.engine.training.full_files import is_full
 from turnwise.types import AdamParams, Datum, ModelInput
 
 pytestmark = pytest.mark.gpu
@@ -74,24 +79,24 @@ def ask(process: subprocess.Popen[str], what: Any) -> str:
     return process.stdout.readline()
 
 
-async def read_elsewhere(process: subprocess.Popen[str], shared: Any) -> tuple[Found, int]:
+def read_elsewhere(process: subprocess.Popen[str], shared: SharedWeights) -> tuple[Found, int]:
     """What the other process finds, and in how many parts."""
     found: Found = {}
-    num_parts = 0
-    async with shared.reading() as chunks:
-        async for chunk in chunks:
-            found.update(json.loads(ask(process, to_update_info(chunk))))
-            num_parts += 1
-        assert ask(process, "finish") == "finished\n"
-    return found, num_parts
+
+    async def read() -> int:
+        num_parts = 0
+        async with shared.reading() as chunks:
+            async for chunk in chunks:
+                found.update(json.loads(ask(process, to_update_info(chunk))))
+                num_parts += 1
+            assert ask(process, "finish") == "finished\n"
+        return num_parts
+
+    return found, asyncio.run(read())
 
 
 def saved_elsewhere(trainer: Any, name: str, tmp_path: Path) -> Found:
-    """The same weights by way of files: transformers names them, and an adapter is merged."""
-    from turnwise.client.checkpoints import CheckpointStore
-    from turnwise.engine.training.adapter_files import load_tensors
-    from turnwise.engine.training.full_files import is_full
-
+    """The same weights by way of files, which transformers could load."""
     directory = CheckpointStore(tmp_path).directory(trainer.save_weights_for_sampler(name).result().path)
     assert is_full(directory)
     return {
@@ -110,7 +115,7 @@ def learn(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-async def test_another_process_reads_the_weights_of_every_version_bit_for_bit_and_memory_comes_back(
+def test_another_process_reads_the_weights_of_every_version_bit_for_bit_and_memory_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tied: bool
 ) -> None:
     monkeypatch.setattr(shared_weights, "MIN_BUFFER_BYTES", 1)  # as large as the largest tensor: several parts
@@ -130,25 +135,25 @@ async def test_another_process_reads_the_weights_of_every_version_bit_for_bit_an
         learn(trainer)
         first_files = saved_elsewhere(trainer, "first", tmp_path)
         assert ("lm_head.weight" in first_files) is not is_tied, "a tied head is there once"
-        first = await trainer.share_weights()
-        found, num_parts = await read_elsewhere(process, first)
+        first = trainer.share_weights().result()
+        found, num_parts = read_elsewhere(process, first)
         assert found == first_files
         assert num_parts > 1
         learn(trainer)
-        second = await trainer.share_weights()
-        found, _ = await read_elsewhere(process, second)
+        second = trainer.share_weights().result()
+        found, _ = read_elsewhere(process, second)
         assert found == saved_elsewhere(trainer, "second", tmp_path)
         assert found != first_files, "they have moved"
-        found, _ = await read_elsewhere(process, first)
+        found, _ = read_elsewhere(process, first)
         assert found == first_files, "what was shared stays as it was"
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         for _ in range(5):
-            await read_elsewhere(process, second)
+            read_elsewhere(process, second)
         assert torch.cuda.memory_allocated() <= before, "every buffer was given back"
 
 
-async def test_an_adapter_is_added_to_the_weights_that_another_process_reads(tmp_path: Path) -> None:
+def test_an_adapter_is_added_to_the_weights_that_another_process_reads(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
     )
@@ -156,9 +161,9 @@ async def test_an_adapter_is_added_to_the_weights_that_another_process_reads(tmp
     engine = EngineConfig(device="cuda", dtype="bfloat16", kv_cache_gib=0.1)
     with tw.ServiceClient(data_dir=tmp_path, engine=engine) as service, reader() as process:
         trainer = service.create_lora_training_client(str(model), rank=8, seed=1)
-        base, _ = await read_elsewhere(process, await trainer.share_weights())
+        base, _ = read_elsewhere(process, trainer.share_weights().result())
         learn(trainer)
-        moved, num_parts = await read_elsewhere(process, await trainer.share_weights())
+        moved, num_parts = read_elsewhere(process, trainer.share_weights().result())
     assert num_parts == 1, "they fit into one buffer"
     changed = {name for name in base if base[name] != moved[name]}
     assert changed == {name for name in base if "proj" in name or name == "lm_head.weight"}, "what is adapted, no more"

@@ -60,7 +60,13 @@ class CudaBuffer:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         from torch.multiprocessing.reductions import reduce_tensor
 
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        try:
+            self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as cause:
+            raise ConfigError(
+                f"{device} has no room for the {num_bytes / 2**20:.0f} MiB through which a server reads the weights; "
+                "lower rollout.gpu_memory_utilization, or set rollout.weight_transfer=disk"
+            ) from cause
         _, arguments = reduce_tensor(self.bytes)
         self.handles: Mapping[str, tuple[Any, ...]] = {
             str(torch.cuda.get_device_properties(self.bytes.device).uuid): tuple(arguments)

@@ -8,6 +8,7 @@ VLLM_ALLOW_INSECURE_SERIALIZATION=1.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -16,7 +17,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
-from turnwise.backends.servers.vllm_calls import VllmCalls
+from turnwise.backends.servers.vllm_calls import ASK_S, VllmCalls
 from turnwise.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ async def send_by_ipc(calls: VllmCalls, chunks: AsyncIterator[SharedChunk]) -> N
             await calls.update(to_update_info(chunk))
     except BaseException:
         # Its weights are some of each, and nobody asks for them; but it takes the next update only after this.
-        with contextlib.suppress(ServiceError):
-            await calls.finish_update()
+        with contextlib.suppress(ServiceError, TimeoutError):
+            async with asyncio.timeout(ASK_S):
+                await calls.finish_update()
         raise
     await calls.finish_update()
 
