@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import turnwise as tw
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
 from turnwise.training.policy import find_policy
-from vllm_server import RANK, Served, make_model
+from vllm_server import RANK, Served, check_whole, make_model, num_steps_done
 
 pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and a server takes a minute to start
 
@@ -56,67 +55,6 @@ generator:
 
 def train(model: Path, directory: Path, *options: str) -> int:
     return main(["train", ECHO, f"model={model}", *SMALL, "rollout.backend=vllm", f"run.dir={directory}", *options])
-
-
-def check_whole(directory: Path, num_steps: int) -> None:
-    """Every step was trained on what was sampled, each with the weights of its own version."""
-    with RunReader(directory) as run:
-        attempts = [run.attempt(row.id) for row in run.attempts(phase="train")]
-        certificates = run.certificates()
-    assert {1, num_steps} <= {row.step for row in certificates}
-    assert all(row.is_exact for row in certificates)
-    drawn = {(one.row.step, version) for one in attempts for turn in one.trajectory.turns for version in turn.versions}
-    assert {step - version for step, version in drawn} == {1}, "a step learns from the version before it"
-    assert max(len(one.trajectory.turns) for one in attempts) > 1, "dialogues have several turns"
-
-
-def test_a_run_starts_its_own_server_goes_on_when_it_is_killed_and_leaves_nothing(
-    model: Path, server_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = tmp_path / "run"
-    killed: list[int] = []
-
-    def kill_engine() -> None:
-        """Kill the server as soon as it samples for the second step."""
-        while not killed and time.monotonic() < end_s:
-            time.sleep(0.1)
-            if (directory / "run.db").exists() and num_steps_done(directory) >= 1:
-                killed.extend(pids_of(directory))
-                for pid in killed:
-                    os.kill(pid, signal.SIGKILL)
-
-    end_s = time.monotonic() + 600
-    killer = threading.Thread(target=kill_engine)
-    killer.start()
-    options = ("generator.gpu_memory_utilization=0.5", "generator.max_num_seqs=32", "rollout.server_args=--seed 3")
-    assert train(model, directory, *options, f"rollout.server_python={server_python}") == 0
-    killer.join()
-    assert killed, "the server was killed in the middle of the run"
-    check_whole(directory, 3)
-    log = (directory / "vllm.log").read_text()
-    assert log.count("\n$ ") == 2, "it was started again once"
-    assert "--gpu-memory-utilization 0.5 --max-num-seqs 32 --seed 3" in log
-    assert not pids_of(directory), "nothing is left of it"
-    assert main(["certify", str(directory)]) == 0
-    assert "EXACT" in capsys.readouterr().out
-
-
-def num_steps_done(directory: Path) -> int:
-    with RunReader(directory) as run:
-        return len(run.metric("train/grad_norm"))
-
-
-def pids_of(directory: Path) -> list[int]:
-    """Processes whose output goes to the log of a run's server: the server, its engine and its workers."""
-    log = directory / "vllm.log"
-    found = []
-    for output in Path("/proc").glob("[0-9]*/fd/1"):
-        try:
-            is_its = output.readlink() == log and "supervisor" not in (output.parents[1] / "cmdline").read_text()
-        except OSError:
-            continue
-        found += [int(output.parts[2])] if is_its else []
-    return found
 
 
 def test_the_seeds_yaml_trains_on_a_server_that_is_there(vllm: Served, tmp_path: Path) -> None:
@@ -157,7 +95,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this process may not mount a file system: {error}")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def fill(place: Path) -> None:

@@ -103,7 +103,7 @@ def saved_elsewhere(trainer: Any, name: str, tmp_path: Path) -> Found:
         name: [
             str(tensor.dtype).removeprefix("torch."),
             list(tensor.shape),
-            hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest(),
+            hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest(),
         ]
         for name, tensor in load_tensors(directory / "model.safetensors").items()
     }

@@ -24,9 +24,10 @@ from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, base_policy, target_shapes
 from turnwise.engine.model.sharded import ShardExchange
 from turnwise.engine.ops import for_device
+from turnwise.engine.ops.cuda_buffer import CudaBuffer
 from turnwise.engine.sampling.sampler import Sampler
 from turnwise.engine.self_test import SelfTest
-from turnwise.engine.shared_weights import CudaBuffer, ExportedBuffer, WeightShare, WholeWeights
+from turnwise.engine.shared_weights import ExportedBuffer, WeightShare, WholeWeights
 from turnwise.engine.training import adapter_files, full_files
 from turnwise.engine.training.critic import CRITIC_HINT, CriticAdapter, create_critic
 from turnwise.engine.training.full_weights import FullWeights

@@ -49,33 +49,13 @@ class ExportedBuffer(Protocol):
     @property
     def handles(self) -> Mapping[str, tuple[Any, ...]]: ...
 
+    def settle(self) -> None:
+        """Wait until what was written is there: the other process does not know our stream."""
+        ...
+
     def close(self) -> None:
         """Let the memory go, once the other process has let it go too."""
         ...
-
-
-class CudaBuffer:
-    """Bytes of a GPU, with a CUDA IPC handle."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        try:
-            self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as cause:
-            raise ConfigError(
-                f"{device} has no room for the {num_bytes / 2**20:.0f} MiB through which a server reads the weights; "
-                "lower rollout.gpu_memory_utilization, or set rollout.weight_transfer=disk"
-            ) from cause
-        _, arguments = reduce_tensor(self.bytes)
-        self.handles: Mapping[str, tuple[Any, ...]] = {
-            str(torch.cuda.get_device_properties(self.bytes.device).uuid): tuple(arguments)
-        }
-
-    def close(self) -> None:
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        self.handles = {}
-        torch.cuda.ipc_collect()
 
 
 class WholeWeights:
@@ -140,8 +120,7 @@ class WeightShare:
             self._left.popleft()
         if not packed:
             return None
-        if room.is_cuda:
-            torch.cuda.current_stream(room.device).synchronize()  # the reader does not know our stream
+        self._buffer.settle()
         return SharedChunk(
             names=tuple(name for name, _ in packed),
             dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in packed),

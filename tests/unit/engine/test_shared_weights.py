@@ -31,6 +31,9 @@ class HostBuffer:
         self.bytes = torch.full((num_bytes,), 255, dtype=torch.uint8)
         self.is_closed = False
 
+    def settle(self) -> None:
+        pass
+
     def close(self) -> None:
         self.is_closed = True
 
