@@ -13,6 +13,7 @@ from typing import Any
 from environments import Environment, make_environment
 from turnwise.backends.servers.blank_adapter import write_blank
 from turnwise.backends.servers.vllm_dialect import VllmUse
+from turnwise.runlog.reader import RunReader
 
 VERSION = "0.32.0"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless", "mcp")
@@ -72,3 +73,33 @@ def make_model(tiny: Path, directory: Path, *, is_tied: bool = False) -> Path:
         del tensors["lm_head.weight"]
         safetensors.numpy.save_file(tensors, weights, metadata={"format": "pt"})
     return directory
+
+
+def check_whole(directory: Path, num_steps: int) -> None:
+    """Every step was trained on what was sampled, each with the weights of its own version."""
+    with RunReader(directory) as run:
+        attempts = [run.attempt(row.id) for row in run.attempts(phase="train")]
+        certificates = run.certificates()
+    assert {1, num_steps} <= {row.step for row in certificates}
+    assert all(row.is_exact for row in certificates)
+    drawn = {(one.row.step, version) for one in attempts for turn in one.trajectory.turns for version in turn.versions}
+    assert {step - version for step, version in drawn} == {1}, "a step learns from the version before it"
+    assert max(len(one.trajectory.turns) for one in attempts) > 1, "dialogues have several turns"
+
+
+def num_steps_done(directory: Path) -> int:
+    with RunReader(directory) as run:
+        return len(run.metric("train/grad_norm"))
+
+
+def pids_of(directory: Path) -> list[int]:
+    """Processes whose output goes to the log of a run's server: the server, its engine and its workers."""
+    log = directory / "vllm.log"
+    found = []
+    for output in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            is_its = output.readlink() == log and "supervisor" not in (output.parents[1] / "cmdline").read_text()
+        except OSError:
+            continue
+        found += [int(output.parts[2])] if is_its else []
+    return found

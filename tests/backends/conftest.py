@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,14 +28,26 @@ def model(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tiny_dir, tmp_path_factory.mktemp("models") / "tiny-wide")
 
 
+MEMORY_PLUGIN = Path(__file__).with_name("cpu_memory")
+
+
 @pytest.fixture(scope="session")
 def vllm(server_python: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that `VllmPublisher` starts, as a run does."""
+    """A server that `VllmPublisher` starts, as a run does. It also takes weights out of this process's memory."""
     directory = tmp_path_factory.mktemp("vllm")
     rollout = RolloutConfig(backend="vllm", server_python=str(server_python), max_trajectory_tokens=1024)
     engine = EngineConfig(device="cpu", dtype="float32")
-    setup = BackendSetup(rollout=rollout, model_directory=model, run_directory=directory, engine=engine, lora_rank=RANK)
-    server = OwnServer(VllmPublisher(setup).server_command(), directory / "vllm.log", start_s=600)
+    setup = BackendSetup(
+        rollout=rollout,
+        model_directory=model,
+        run_directory=directory,
+        engine=engine,
+        lora_rank=RANK,
+        weight_transfer="ipc",
+    )
+    command = VllmPublisher(setup).server_command()
+    command = dataclasses.replace(command, environment={**command.environment, "PYTHONPATH": str(MEMORY_PLUGIN)})
+    server = OwnServer(command, directory / "vllm.log", start_s=600)
     asyncio.run(server.start())
     yield Served(url=server.url, model=model, log=server.log)
     asyncio.run(server.stop())

@@ -1,7 +1,7 @@
 """What vLLM in the process of a run must do; run by a Python that can import vLLM, and by `test_vllm_in_process.py`.
 
-`python in_process_claims.py MODEL DIRECTORY ECHO_WORLD` prints a line per claim that holds, and then waits with an
-engine that runs: whoever started it ends it.
+`python in_process_claims.py MODEL TIED_MODEL DIRECTORY ECHO_WORLD` prints a line per claim that holds, and then waits
+with an engine that runs: whoever started it ends it.
 """
 
 from __future__ import annotations
@@ -172,16 +172,38 @@ async def replace_under_a_reply(calls: VllmEngineCalls, trainers: tuple[Any, Any
             assert is_near(sequence.logprobs[at + 1 :], logprobs_by(new, sequence)[at + 1 :])
 
 
-async def use_one_engine(model: Path, directory: Path) -> None:
-    rollout = RolloutConfig(backend="vllm_in_process", max_trajectory_tokens=1024)
-    setup = BackendSetup(rollout=rollout, model_directory=model, run_directory=directory, engine=ENGINE, lora_rank=RANK)
-    engine = VllmInProcessPublisher(setup).make_own()
-    await engine.start()
+def merge_tied(service: tw.ServiceClient, tied: Path, directory: Path) -> tuple[Any, Path]:
+    """A trainer of a model whose head shares the embedding, and what it learned as a whole model of its own."""
+    _, trainer = two_trainers(service, tied)
+    adapter = CheckpointStore(directory).directory(trainer.save_weights_for_sampler("tied").result().path)
+    write_merged(adapter, tied, directory / "untied")
+    return trainer, directory / "untied"
+
+
+async def sample_merged(calls: VllmEngineCalls, trainer: Any) -> None:
+    """A merged model that the engine was started with gives the trainer's logprobs, head and embedding included."""
+    dialect = VllmDialect(NAME, VllmUse(end_ids=(2,)), calls)
+    await dialect.facts()
+    params = SamplingParams(max_tokens=24, seed=5, stop=[])
+    (sequence,) = (await dialect.generate(SampleRequest(PROMPT, params), ServedWeights(version=0))).sequences
+    assert is_near(sequence.logprobs, logprobs_by(trainer, sequence))
+
+
+async def use_one_engine(tied: Path, directory: Path) -> None:
     with tw.ServiceClient(data_dir=directory, engine=ENGINE) as service:
+        tied_trainer, model = merge_tied(service, tied, directory)
+        rollout = RolloutConfig(backend="vllm_in_process", max_trajectory_tokens=1024)
+        setup = BackendSetup(
+            rollout=rollout, model_directory=model, run_directory=directory, engine=ENGINE, lora_rank=RANK
+        )
+        engine = VllmInProcessPublisher(setup).make_own()
+        await engine.start()
+        calls = VllmEngineCalls(engine)
+        await sample_merged(calls, tied_trainer)
+        print("CLAIM merged", flush=True)
         trainers = two_trainers(service, model)
         adapter = CheckpointStore(directory).directory(trainers[1].save_weights_for_sampler("new").result().path)
         write_merged(adapter, model, directory / "merged")
-        calls = VllmEngineCalls(engine)
         await sample_with_adapters(calls, trainers[1], adapter)
         print("CLAIM adapters", flush=True)
         await replace_under_a_reply(calls, trainers, model, directory / "merged")
@@ -191,7 +213,7 @@ async def use_one_engine(model: Path, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    model, directory = Path(sys.argv[1]), Path(sys.argv[2])
-    train_over_a_killed_engine(model, directory / "run", sys.argv[3])
+    model, tied, directory = map(Path, sys.argv[1:4])
+    train_over_a_killed_engine(model, directory / "run", sys.argv[4])
     print("CLAIM run", flush=True)
-    asyncio.run(use_one_engine(model, directory / "engine"))
+    asyncio.run(use_one_engine(tied, directory / "engine"))

@@ -12,6 +12,7 @@ import pytest
 
 from turnwise.backends.vllm_in_process import MARK
 from turnwise.cli import main
+from vllm_server import make_model
 
 pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and an engine takes a while to start
 
@@ -32,11 +33,12 @@ def engine_processes(directory: Path) -> list[int]:
 
 
 def test_an_engine_in_the_process_does_what_a_server_does_and_dies_with_a_process_that_is_killed(
-    model: Path, server_python: Path, tmp_path: Path
+    model: Path, tiny_dir: Path, server_python: Path, tmp_path: Path
 ) -> None:
+    tied = make_model(tiny_dir, tmp_path / "tied", is_tied=True)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     script = Path(__file__).with_name("in_process_claims.py")
-    command = [str(server_python), str(script), str(model), str(tmp_path), ECHO]
+    command = [str(server_python), str(script), str(model), str(tied), str(tmp_path), ECHO]
     claims: list[str] = []
     with (tmp_path / "output").open("w+") as errors:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -46,7 +48,7 @@ def test_an_engine_in_the_process_does_what_a_server_does_and_dies_with_a_proces
                 claims += [line.removeprefix("CLAIM ").strip()] if line.startswith("CLAIM ") else []
                 if line.startswith("READY"):
                     break
-            assert claims == ["run", "adapters", "weights"], (tmp_path / "output").read_text()[-4000:]
+            assert claims == ["run", "merged", "adapters", "weights"], (tmp_path / "output").read_text()[-4000:]
             assert engine_processes(tmp_path), "the engine runs"
         finally:
             process.send_signal(signal.SIGKILL)

@@ -12,7 +12,7 @@ import pkgutil
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from turnwise.client.publish import Publisher
 from turnwise.engine.config import ClusterConfig, EngineConfig
@@ -42,6 +42,8 @@ class BackendSetup:
     """The section `cluster`: how many engines sample, and where."""
     lora_rank: int = 0
     """The rank of the adapters that are published; 0: it is not known, or whole weights are."""
+    weight_transfer: Literal["disk", "ipc"] = "disk"
+    """How whole weights reach the servers: as files, or read in the trainer's memory."""
     service: Any = None
     """What makes clients of stored weights where there is no trainer: a `ServiceClient`. A training run leaves it out.
     """

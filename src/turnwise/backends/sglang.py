@@ -25,8 +25,9 @@ from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.http import JsonServer, ServerGoneError, ServerRefusedError
 from turnwise.backends.servers.launch import ServerCommand
-from turnwise.backends.servers.publisher import ServerPublisher, read_rank
+from turnwise.backends.servers.publisher import ServerPublisher
 from turnwise.backends.servers.python import check_own_server, server_python, size_arguments
+from turnwise.backends.servers.served_files import read_rank
 from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.config import RolloutConfig

@@ -20,9 +20,11 @@ from turnwise.backends import BackendSetup
 from turnwise.backends.servers.blank_adapter import write_blank
 from turnwise.backends.servers.dialect import ServerDialect
 from turnwise.backends.servers.launch import ServerCommand
-from turnwise.backends.servers.publisher import ServerPublisher, read_rank
+from turnwise.backends.servers.publisher import ServerPublisher
 from turnwise.backends.servers.python import check_own_server, server_python, size_arguments
+from turnwise.backends.servers.served_files import read_rank
 from turnwise.backends.servers.vllm_dialect import VllmDialect, VllmUse
+from turnwise.backends.servers.vllm_transfer import ARGUMENT, BACKEND, VARIABLE
 from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError
 from turnwise.models.facts import read_facts
@@ -46,7 +48,7 @@ MIN_CPU_BATCH = 4096
 """Tokens of one step of a server on a CPU, at least."""
 CPU_CACHE_GIB = 2
 """KV cache of a server on a CPU where the config does not say."""
-OWN_ARGUMENTS = ("--model", "--host", "--port", "--served-model-name", "--enable-lora", "--logprobs-mode")
+OWN_ARGUMENTS = ("--model", "--host", "--port", "--served-model-name", "--enable-lora", "--logprobs-mode", ARGUMENT)
 """Arguments that the run itself depends on."""
 
 
@@ -100,6 +102,7 @@ class VllmPublisher(ServerPublisher):
             end_ids=end_ids(setup.model_directory),
             temperature=rollout.temperature,
             replaces_weights=rollout.publish == "weights",
+            reads_memory=setup.weight_transfer == "ipc",
             across_updates=rollout.kv_across_updates,
             sleeps=rollout.placement == "colocated",
             write_blank=self._write_blank if rollout.url else None,
@@ -137,6 +140,8 @@ class VllmPublisher(ServerPublisher):
             switches.append("--enable-lora")
         if rollout.placement == "colocated":
             switches.append("--enable-sleep-mode")
+        if setup.weight_transfer == "ipc":
+            fixed[ARGUMENT] = BACKEND
         if self._is_on_cpu():
             # Part of a prompt in a batch sets a seeded generator back, and one on a CPU cannot be: the server ends.
             batch = max(rollout.max_trajectory_tokens, MIN_CPU_BATCH)
@@ -153,6 +158,8 @@ class VllmPublisher(ServerPublisher):
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": "",  # ours is for another Python
         }
+        if self.setup.weight_transfer == "ipc":
+            found[VARIABLE] = "1"  # handles of memory come pickled; the server listens on the loopback device alone
         if self._is_on_cpu():
             found["TORCHDYNAMO_DISABLE"] = "1"  # else the first reply waits while a C++ compiler builds one small sum
             # By itself it leaves one core free, and binds its threads to the others; but we learn while it waits.

@@ -217,6 +217,24 @@ class VllmEngineCalls(VllmCalls):
         async with self._asked("reload the weights", LOAD_S) as engine:
             await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
 
+    async def init_transfer(self, settings: Mapping[str, Any]) -> None:
+        async with self._asked("begin to transfer weights", LOAD_S) as engine:
+            asked = _vllm("distributed.weight_transfer.base").WeightTransferInitRequest(init_info=dict(settings))
+            await engine.init_weight_transfer_engine(asked)
+
+    async def start_update(self) -> None:
+        async with self._asked("start an update", LOAD_S) as engine:
+            await engine.start_weight_update()
+
+    async def update(self, part: Mapping[str, Any]) -> None:
+        async with self._asked("update the weights", LOAD_S) as engine:
+            asked = _vllm("distributed.weight_transfer.base").WeightTransferUpdateRequest(update_info=dict(part))
+            await engine.update_weights(asked)
+
+    async def finish_update(self) -> None:
+        async with self._asked("finish an update", LOAD_S) as engine:
+            await engine.finish_weight_update()
+
     async def name_weights(self, name: str) -> None:
         async with self._asked("name the weights", ASK_S) as engine:
             await engine.update_weight_version(name)

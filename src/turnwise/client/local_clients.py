@@ -21,6 +21,7 @@ from turnwise.client.base import (
 from turnwise.client.checkpoints import Checkpoint, CheckpointInfo, CheckpointPath, CheckpointStore, Kind, expiry
 from turnwise.client.engines import LoadedModel
 from turnwise.client.futures import ApiFuture, awaited, in_thread, waited
+from turnwise.client.shared_weights import MakeBuffer, SharedWeights
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import CheckpointError, DataError
 from turnwise.losses.outside import find_function, is_outside
@@ -241,6 +242,13 @@ class LocalTrainingClient(TrainingClient):
     # Repeats the base class, because these return the local client, which has more methods.
     save_weights_and_get_sampling_client = waited(save_weights_and_get_sampling_client_submit)
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client_submit)
+
+    def share_weights(self, make_buffer: MakeBuffer | None = None) -> ApiFuture[SharedWeights]:
+        """Freeze the whole weights that the operations before this call leave, for another process on the same GPU."""
+        adapter, worker, model_id = self._adapter, self._model.worker, self._model_id
+        return self._run(
+            lambda engine: SharedWeights(worker, model_id, engine.publish_whole(adapter), make_buffer), "share_weights"
+        )
 
     def create_sampling_client(self, model_path: str, retry_config: object = None) -> LocalSamplingClient:  # noqa: ARG002
         """Create a client for saved weights of the same base model."""

@@ -24,8 +24,10 @@ from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, base_policy, target_shapes
 from turnwise.engine.model.sharded import ShardExchange
 from turnwise.engine.ops import for_device
+from turnwise.engine.ops.cuda_buffer import CudaBuffer
 from turnwise.engine.sampling.sampler import Sampler
 from turnwise.engine.self_test import SelfTest
+from turnwise.engine.shared_weights import ExportedBuffer, WeightShare, WholeWeights
 from turnwise.engine.training import adapter_files, full_files
 from turnwise.engine.training.critic import CRITIC_HINT, CriticAdapter, create_critic
 from turnwise.engine.training.full_weights import FullWeights
@@ -231,6 +233,15 @@ class Engine:
         policy = adapter.publish(self.model.activation_dtype)
         self.sampler.get_ready(policy)
         return policy
+
+    def publish_whole(self, adapter: Trainable) -> WholeWeights:
+        """Make a frozen version of all weights, with the adapter added, for a sampler in another process."""
+        return WholeWeights(self.model, adapter.publish(self.model.activation_dtype))
+
+    def share(self, weights: WholeWeights, make_buffer: Callable[[int], ExportedBuffer] | None = None) -> WeightShare:
+        """Begin to hand whole weights to another process; `make_buffer` gives the memory that it can open."""
+        size = weights.buffer_bytes()
+        return WeightShare(weights, CudaBuffer(size, self.device) if make_buffer is None else make_buffer(size))
 
     def sample_step(self) -> None:
         """Advance all requests of the sampler by one forward pass."""

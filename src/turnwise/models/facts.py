@@ -147,6 +147,11 @@ class ModelFacts(ModelSizes):
             raise ConfigError(f"model.routing_replay=true, but {why}; leave it out")
 
 
+def is_tied(directory: Path) -> bool:
+    """Whether a model's output head shares the weights of its embedding."""
+    return bool(json.loads((directory / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"))
+
+
 def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int = 0) -> ModelFacts:
     """Read the model in `directory`. With `runs_here`, refuse a model that our own engine cannot run.
 

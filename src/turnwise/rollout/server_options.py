@@ -13,7 +13,7 @@ from turnwise.runtime.section import Section
 
 NO_SERVERS = ("local",)
 """Backends that start and reach no server; the options of servers are refused with them."""
-REACH_OPTIONS = ("url", "publish", "placement", "server_deadline_s", "server_wait_s")
+REACH_OPTIONS = ("url", "publish", "weight_transfer", "placement", "server_deadline_s", "server_wait_s")
 """Read by every backend that samples on servers."""
 START_OPTIONS = ("server_python", "server_args", "tensor_parallel_size", "server_start_s")
 """Read only where a run starts a server of its own."""
@@ -53,6 +53,11 @@ class ServerOptions(Section):
         default="adapter",
         description="What a server gets after an update: the adapter alone, under a name of its own, or the whole "
         "model with the adapter added to its weights, which replaces the weights that it had.",
+    )
+    weight_transfer: Literal["disk", "ipc", "nccl"] = Field(
+        default="disk",
+        description="How whole weights (`publish=weights`) reach the server: as files (disk), or read in the trainer's "
+        "memory by a vLLM on the same GPU (ipc).",
     )
     placement: Literal["separate", "colocated"] = Field(
         default="separate",
@@ -108,6 +113,20 @@ class ServerOptions(Section):
             unread = [*START_OPTIONS, *SHARED_OPTIONS]
             for name in [name for name in unread if name in self.changed_options()]:
                 raise ValueError(f"{name} is not read with url: that server runs already; set it where it is started")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_weights_travel_in_a_way_that_is_there(self) -> Self:
+        if self.weight_transfer == "nccl":
+            raise ValueError(
+                "weight_transfer=nccl is not offered: NCCL wants a GPU for each process, and sending weights between "
+                "GPUs was never tried here; expected auto, disk, or ipc for a server on the trainer's GPU"
+            )
+        if self.publish == "adapter" and "weight_transfer" in self.changed_options():
+            raise ValueError(
+                "weight_transfer is not read with publish=adapter, whose files are small; leave it out, or set "
+                "publish=weights"
+            )
         return self
 
     def check_backend(self, backend: str) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.errors import CheckpointError, ConfigError
+from turnwise.models.facts import is_tied
 from turnwise.training.model_card import ExportedAs, write_card
 from turnwise.training.policy import PolicySampler
 from turnwise.training.setup import Report, find_model, report_nothing
@@ -100,7 +101,7 @@ def _write_peft(policy: PolicySampler, report: Report, out: Path, place: Path) -
     for name in ADAPTER_FILES:
         shutil.copy2(policy.files / name, out / name)
     base, model = policy.config.model.alias or policy.config.model.name, find_model(policy.config, report)
-    notes = (TIED_ADAPTER,) if _is_tied(model) and _adapts_head(policy.files) else ()
+    notes = (TIED_ADAPTER,) if is_tied(model) and _adapts_head(policy.files) else ()
     load = f"peft.PeftModel.from_pretrained(base, {place.name!r})"
     write_card(policy, out, ExportedAs(library="peft", load=load, notes=notes))
     said = [("adapter", f"{place}, for {base}"), ("load it", f"peft.PeftModel.from_pretrained(base, {str(place)!r})")]
@@ -119,7 +120,7 @@ def _write_merged(policy: PolicySampler, report: Report, out: Path, place: Path)
 
         base = find_model(policy.config, report)
         write_merged(policy.files, base, out)
-        notes = (UNTIED,) if _is_tied(base) and not _is_tied(out) else ()
+        notes = (UNTIED,) if is_tied(base) and not is_tied(out) else ()
     load = f"transformers.AutoModelForCausalLM.from_pretrained({place.name!r})"
     write_card(policy, out, ExportedAs(library="transformers", load=load, notes=notes))
     said = [("model", str(place)), ("load it", f"transformers.AutoModelForCausalLM.from_pretrained({str(place)!r})")]
@@ -133,10 +134,6 @@ def _write_gguf(policy: PolicySampler, report: Report, out: Path, place: Path) -
         _write_merged(policy, report, Path(merged), place)
         write_gguf(Path(merged), out / place.name)
     return [("model", str(place)), ("load it", f"llama_cpp.Llama({str(place)!r})")]
-
-
-def _is_tied(model: Path) -> bool:
-    return bool(json.loads((model / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"))
 
 
 def _adapts_head(adapter: Path) -> bool:

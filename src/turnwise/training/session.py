@@ -36,6 +36,7 @@ from turnwise.training.opponents import Opponents, needs_opponents
 from turnwise.training.record import Recorder
 from turnwise.training.setup import AnyService, Setup, claim_directory, find_model, make_service
 from turnwise.training.steer import Steering, take_orders
+from turnwise.training.weight_transfer import choose_weight_transfer
 from turnwise.training.workers import running_workers
 from turnwise.watch.interrupt import Interrupt, Interrupted
 from turnwise.watch.loggers import LoggerObserver, open_loggers
@@ -229,6 +230,7 @@ class TrainingSession:
             engine=config.engine_in_use,
             cluster=config.cluster,
             lora_rank=config.model.rank,
+            weight_transfer=choose_weight_transfer(config, self.setup.facts),
         )
 
     async def _make_trainer(self, service: AnyService) -> TrainingClient:

@@ -44,6 +44,7 @@ from turnwise.training.plan import Plan, make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.start_from import resolve_start
 from turnwise.training.stored import check_stored_data
+from turnwise.training.weight_transfer import choose_weight_transfer
 from turnwise.training.workers import worker_line
 from turnwise.watch.loggers import check_loggers
 from turnwise.watch.status import check_can_hold, is_training, run_lock
@@ -111,6 +112,8 @@ class Setup:
         lines = plan_lines(self.config, self.facts, plan, rollout, str(self.directory))
         if rollout.backend != "local":
             lines.insert(-1, f"server       {find_publisher(rollout.backend).describe(rollout)}")
+        if rollout.publish == "weights":
+            lines.insert(-1, f"publish      whole weights, by {choose_weight_transfer(self.config, self.facts)}")
         lines += opponent_line(self.config, self.parts.world)
         lines += worker_line(self.config, self.parts.world)
         lines += [f"note         {note}" for note in self.notes]
@@ -203,6 +206,7 @@ def _set_up(
             f"the server of rollout.backend={config.rollout.backend} chooses angles by a rule of its own: its logprobs "
             "would be those of another model. Leave the option out, or use rollout.backend=local"
         )
+    choose_weight_transfer(config, facts)
     parts = assemble(config, facts, objects)
     check_opponents(config, parts.world)
     check_stored_data(parts)

@@ -33,6 +33,9 @@ def test_arguments_of_a_server_are_a_text_a_list_or_a_mapping() -> None:
         ({"backend": "vllm", "url": "http://a:1", "max_num_seqs": 4}, "max_num_seqs is not read with url"),
         ({"backend": "vllm", "url": "http://a:1", "server_python": "x"}, "server_python is not read with url"),
         ({"backend": "vllm", "url": "a:1"}, "is no address"),
+        ({"backend": "vllm", "weight_transfer": "ipc"}, "weight_transfer is not read with publish=adapter"),
+        ({"weight_transfer": "ipc", "publish": "weights"}, "publish is not read with backend=local"),
+        ({"backend": "vllm", "publish": "weights", "weight_transfer": "nccl"}, "weight_transfer=nccl is not offered"),
     ],
 )
 def test_an_option_of_servers_that_nothing_would_read_is_refused(options: dict[str, Any], words: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from turnwise.client.shared_weights import SharedWeights
 from turnwise.types import SampleRequest, SampleResponse
 
 
@@ -26,6 +27,9 @@ class ServedWeights:
     that the server itself holds."""
     is_whole: bool = False
     """The directory holds a whole model in Hugging Face's layout, whose weights replace the server's own."""
+    shared: SharedWeights | None = None
+    """The whole weights in the trainer's memory, where the server reads them there; the directory is then a name alone,
+    and nothing is written to it."""
 
     @property
     def name(self) -> str | None:
@@ -86,6 +90,10 @@ class ServerDialect(ABC):
     @abstractmethod
     async def replace_weights(self, files: Sequence[Path], version: int) -> None:
         """Replace the server's own weights by those of safetensors files, while its requests are paused."""
+
+    async def receive_weights(self, shared: SharedWeights, version: int) -> None:
+        """Replace the server's own weights by those in the trainer's memory, while its requests are paused."""
+        raise NotImplementedError(f"{self.url} reads weights from files")
 
     @abstractmethod
     async def abort_all(self) -> None:

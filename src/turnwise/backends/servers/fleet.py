@@ -395,7 +395,9 @@ class Fleet:
         """Load an adapter, or replace the whole weights; takes the server out where it does not answer."""
         try:
             async with asyncio.timeout(self.times.load_s):
-                if weights.is_whole:
+                if weights.shared is not None:
+                    await server.dialect.receive_weights(weights.shared, weights.version)
+                elif weights.is_whole:
                     assert weights.adapter is not None
                     files = sorted(weights.adapter.glob("*.safetensors"))
                     await server.dialect.replace_weights(files, weights.version)

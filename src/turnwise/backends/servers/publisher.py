@@ -12,8 +12,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import json
-import shutil
 import time
 import uuid
 import weakref
@@ -28,12 +26,15 @@ from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, Serv
 from turnwise.backends.servers.fleet import Fleet
 from turnwise.backends.servers.fleet_figures import FleetStats, FleetTimes
 from turnwise.backends.servers.launch import OwnSampler, OwnServer, ServerCommand
+from turnwise.backends.servers.served_files import copy_files
 from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
 from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
 from turnwise.client.futures import ApiFuture
+from turnwise.client.local_clients import LocalTrainingClient
 from turnwise.client.publish import Publisher
+from turnwise.client.shared_weights import SharedWeights
 from turnwise.errors import CheckpointError, ConfigError, DataError, ServiceError
-from turnwise.models.facts import read_facts
+from turnwise.models.facts import is_tied, read_facts
 from turnwise.runtime.background_loop import BackgroundLoop
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SampleResponse, SamplingParams
 
@@ -107,6 +108,7 @@ class FleetPublisher(Publisher):
         """Whether the servers' model was compared with the trainer's."""
         self._publish_s = 0.0
         self._newest_whole: Path | None = None
+        self._newest_shared: SharedWeights | None = None
         self._models: dict[str, str] = {}
         """What each server says that it serves, by address."""
         self._stats_before = FleetStats()
@@ -154,6 +156,8 @@ class FleetPublisher(Publisher):
 
     async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
         is_whole = self.setup.rollout.publish == "weights"
+        if self.setup.weight_transfer == "ipc":
+            return await self._deliver_shared(trainer, version)
         if not is_whole:
             await self._open()
         name = self._new_name(version)
@@ -172,9 +176,24 @@ class FleetPublisher(Publisher):
             self._newest_whole = adapter
             await self._open()
         client = await self._publish(ServedWeights(version=version, adapter=adapter, is_whole=is_whole))
-        if not self._is_checked:
-            await self._check_model(trainer, client.weights)
-            self._is_checked = True
+        await self._check_once(trainer, client.weights)
+        return client
+
+    async def _deliver_shared(self, trainer: TrainingClient, version: int) -> SamplingClient:
+        """Have the servers read the whole weights in the trainer's memory. Nothing is written."""
+        if not isinstance(trainer, LocalTrainingClient):
+            raise ConfigError(
+                f"rollout.weight_transfer=ipc needs the trainer in this process, and {type(trainer).__name__} has it "
+                "elsewhere; use rollout.weight_transfer=disk"
+            )
+        shared = await trainer.share_weights()
+        await self._open()
+        place = self._served / self._new_name(version)
+        client = await self._publish(ServedWeights(version=version, adapter=place, is_whole=True, shared=shared))
+        if self._newest_shared is not None:
+            self._newest_shared.release()  # servers that come back ask for the newest weights alone
+        self._newest_shared = shared
+        await self._check_once(trainer, client.weights)
         return client
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
@@ -198,7 +217,7 @@ class FleetPublisher(Publisher):
         """Put files where the servers read them: an adapter's, or those of the whole model."""
         assert weights.adapter is not None
         try:
-            write_directory(weights.adapter, functools.partial(_copy_files, adapter))
+            write_directory(weights.adapter, functools.partial(copy_files, adapter))
             if weights.is_whole:
                 self._merge(weights.adapter)
                 self._newest_whole = weights.adapter
@@ -221,7 +240,7 @@ class FleetPublisher(Publisher):
     async def close(self) -> None:
         """Unload what this process published, and stop the servers that it started."""
         loop, fleet = self._loop, self._fleet
-        self._loop = self._fleet = None
+        self._loop = self._fleet = self._newest_shared = None
         try:
             if loop is not None and fleet is not None:
                 await loop.run(self._unload_all(fleet))
@@ -288,7 +307,7 @@ class FleetPublisher(Publisher):
             for left in (directory, merged):
                 remove_directory(left)
             raise
-        if self.setup.rollout.url and _is_tied(base) and not _is_tied(merged):
+        if self.setup.rollout.url and is_tied(base) and not is_tied(merged):
             raise ConfigError(
                 f"{base} shares its output head with its embedding, and the adapter changes the head alone; a server "
                 "that was started with that model cannot take it. Set model.train_unembed=false, or rollout.publish="
@@ -299,6 +318,12 @@ class FleetPublisher(Publisher):
 
     def _not_written(self, version: int) -> str:
         return f"the adapter of version {version} could not be written under {self.setup.run_directory}"
+
+    async def _check_once(self, trainer: TrainingClient, weights: ServedWeights) -> None:
+        """Compare the servers' model with the trainer's, at the first publication."""
+        if not self._is_checked:
+            await self._check_model(trainer, weights)
+            self._is_checked = True
 
     async def _check_model(self, trainer: TrainingClient, weights: ServedWeights) -> None:
         """Refuse servers whose logprobs are not the trainer's: they serve another model under the right name."""
@@ -445,26 +470,6 @@ class ServerPublisher(FleetPublisher):
         return await self._own.revive()
 
 
-def read_rank(adapter: Path) -> int:
-    """The rank of an adapter's files."""
-    try:
-        return int(json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"])
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        raise CheckpointError(f"{adapter} holds no adapter in PEFT's format: {cause!r}") from cause
-
-
-def _copy_files(source: Path, target: Path) -> None:
-    """Copy PEFT files or a whole model, without the optimizer's state that a checkpoint holds beside them."""
-    from turnwise.engine.training.full_files import export_weights, is_full
-
-    target.mkdir()
-    if is_full(source):
-        export_weights(source, target)
-        return
-    for file in (source / "adapter_config.json", source / "adapter_model.safetensors"):
-        shutil.copy(file, target)
-
-
 def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
     if response.prompt_logprobs is None:
         raise ServiceError("the server returned no logprobs of the prompt")
@@ -477,7 +482,3 @@ def _load_tokenizer(directory: Path) -> Any:
 
     loader: Any = AutoTokenizer
     return loader.from_pretrained(str(directory))
-
-
-def _is_tied(model: Path) -> bool:
-    return bool(json.loads((model / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"))

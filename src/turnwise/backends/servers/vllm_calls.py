@@ -19,6 +19,8 @@ from turnwise.errors import ConfigError, ServiceError
 GENERATE, LOAD, UNLOAD = "/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 RPC, PAUSE, RESUME, RESET = "/collective_rpc", "/pause", "/resume", "/reset_prefix_cache"
 SLEEP, WAKE, IS_SLEEPING = "/sleep", "/wake_up", "/is_sleeping"
+INIT_TRANSFER, START_UPDATE = "/init_weight_transfer_engine", "/start_weight_update"
+UPDATE, FINISH_UPDATE = "/update_weights", "/finish_weight_update"
 DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
 ADVICE: Mapping[str, str] = {
     GENERATE: "start the server with --enable-scale-out",
@@ -26,6 +28,7 @@ ADVICE: Mapping[str, str] = {
     RPC: DEV_MODE,
     PAUSE: DEV_MODE,
     SLEEP: f"{DEV_MODE} and --enable-sleep-mode",
+    INIT_TRANSFER: DEV_MODE,
 }
 """Routes that a run may need, and how a server gets them."""
 ASK_S, LOAD_S, GENERATE_S = 30.0, 300.0, 3600.0
@@ -78,6 +81,22 @@ class VllmCalls(ABC):
     @abstractmethod
     async def reload(self, directory: Path) -> None:
         """Read the whole weights of a model directory."""
+
+    @abstractmethod
+    async def init_transfer(self, settings: Mapping[str, Any]) -> None:
+        """Say how weights will come out of another process's memory; refused by a vLLM that was not started for it."""
+
+    @abstractmethod
+    async def start_update(self) -> None:
+        """Get ready for new weights, which come in parts."""
+
+    @abstractmethod
+    async def update(self, part: Mapping[str, Any]) -> None:
+        """Read one part; returns when it was copied."""
+
+    @abstractmethod
+    async def finish_update(self) -> None:
+        """Use the new weights."""
 
     @abstractmethod
     async def name_weights(self, name: str) -> None:
@@ -169,6 +188,18 @@ class VllmHttp(VllmCalls):
     async def reload(self, directory: Path) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         await self._server.post(RPC, body, deadline_s=LOAD_S)
+
+    async def init_transfer(self, settings: Mapping[str, Any]) -> None:
+        await self._server.post(INIT_TRANSFER, {"init_info": dict(settings)}, deadline_s=LOAD_S)
+
+    async def start_update(self) -> None:
+        await self._server.post(START_UPDATE, deadline_s=LOAD_S)
+
+    async def update(self, part: Mapping[str, Any]) -> None:
+        await self._server.post(UPDATE, {"update_info": dict(part)}, deadline_s=LOAD_S)
+
+    async def finish_update(self) -> None:
+        await self._server.post(FINISH_UPDATE, deadline_s=LOAD_S)
 
     async def name_weights(self, name: str) -> None:
         await self._server.post("/update_weight_version", {"new_version": name}, deadline_s=ASK_S)

@@ -21,7 +21,19 @@ from typing import Any
 
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
-from turnwise.backends.servers.vllm_calls import GENERATE, LOAD, PAUSE, RPC, SLEEP, VllmCalls, VllmHttp, VllmModel
+from turnwise.backends.servers.vllm_calls import (
+    GENERATE,
+    INIT_TRANSFER,
+    LOAD,
+    PAUSE,
+    RPC,
+    SLEEP,
+    VllmCalls,
+    VllmHttp,
+    VllmModel,
+)
+from turnwise.backends.servers.vllm_transfer import init_ipc, send_by_ipc
+from turnwise.client.shared_weights import SharedWeights
 from turnwise.errors import ConfigError, DataError, ServiceError
 from turnwise.types import SampledSequence, SampleRequest, SampleResponse
 
@@ -88,6 +100,8 @@ class VllmUse:
     """What the run samples with; a vLLM that cannot say the logprobs of it is refused."""
     replaces_weights: bool = False
     """Whole weights are published, not adapters."""
+    reads_memory: bool = False
+    """Whole weights come out of the trainer's memory, not from files."""
     across_updates: str = "recompute"
     """What happens to requests under way when weights are replaced: `rollout.kv_across_updates`."""
     sleeps: bool = False
@@ -116,7 +130,11 @@ class VllmDialect(ServerDialect):
     async def facts(self) -> ServerFacts:
         use = self._use
         needed = [GENERATE, RPC, PAUSE] if use.replaces_weights else [GENERATE, LOAD]
-        self._model = await self._calls.describe([*needed, SLEEP] if use.sleeps else needed)
+        needed += [SLEEP] if use.sleeps else []
+        needed += [INIT_TRANSFER] if use.reads_memory else []
+        self._model = await self._calls.describe(needed)
+        if use.reads_memory:
+            await init_ipc(self._calls)
         self._blank = None  # it may be another process than before
         self._is_raw = await self._has_raw_logprobs()
         self._check_temperature(use.temperature)
@@ -190,10 +208,20 @@ class VllmDialect(ServerDialect):
 
     async def replace_weights(self, files: Sequence[Path], version: int) -> None:
         (directory,) = {file.parent for file in files}
+        async with self._replacing(version):
+            await self._calls.reload(directory)
+
+    async def receive_weights(self, shared: SharedWeights, version: int) -> None:
+        async with shared.reading() as chunks, self._replacing(version):
+            await send_by_ipc(self._calls, chunks)
+
+    @contextlib.asynccontextmanager
+    async def _replacing(self, version: int) -> AsyncIterator[None]:
+        """Inside, requests are paused and the whole weights may change; afterwards they have the version's name."""
         calls, choice = self._calls, self._use.across_updates
         await calls.pause("wait" if choice == "end" else "keep")
         try:
-            await calls.reload(directory)
+            yield
             await calls.name_weights(f"{self._own}-{version}")
             self._num_replaced += 1
             if choice == "recompute":

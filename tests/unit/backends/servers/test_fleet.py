@@ -7,7 +7,9 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +124,10 @@ class ServerInMemory(ServerDialect):
         self.whole = "half of each"
         await asyncio.sleep(60 if self.is_slow_to_load else 0)
         self.whole = name
+
+    async def receive_weights(self, shared: Any, version: int) -> None:
+        self._check_alive()
+        self.whole = f"{shared} of version {version}"
 
     async def abort_all(self) -> None:
         raise NotImplementedError
@@ -385,6 +391,21 @@ async def test_a_server_that_missed_whole_weights_gets_the_newest_and_never_goes
             server.asked.clear()
         await asyncio.gather(*(fleet.generate(prompt(number), first) for number in range(20, 26)))
         assert [len(server.asked) for server in servers] == [3, 3], "the newest answer for older ones too"
+
+
+async def test_a_server_that_comes_back_reads_the_newest_weights_in_the_trainers_memory_again() -> None:
+    (server,) = servers = make_servers(1)
+    memory: Any = "memory"
+    async with running(servers, PATIENT) as fleet:
+        for number in (1, 2):
+            await fleet.publish(replace(version(number), is_whole=True, shared=memory))
+        assert server.whole == "memory of version 2"
+        server.is_dead = True
+        await until(lambda: fleet.num_ready == 0)
+        server.whole = ""
+        server.restart()
+        await until(lambda: fleet.num_ready == 1)
+        assert server.whole == "memory of version 2"
 
 
 async def test_servers_sleep_when_their_requests_are_done_and_wake_for_the_next_with_all_versions() -> None:
