@@ -18,6 +18,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from turnwise.credit.calibrate import calibrate_by_world
 from turnwise.credit.gae import Gae, whiten_by_world
 from turnwise.credit.weights import Weighting, token_mean
 from turnwise.errors import DataError
@@ -67,7 +68,10 @@ class Ppo:
             default=1.0, ge=0, le=1, description="Lambda of the critic's targets; 1 is plain returns."
         )
         whiten: bool = Field(default=False, description="Scale a step's advantages to mean 0 and deviation 1.")
-
+        calibrate: bool = Field(
+            default=False,
+            description="Correct the critic's values by a line that is fitted to the other attempts of the batch.",
+        )
         positive_nll: float = Field(
             default=0.0,
             ge=0,
@@ -93,6 +97,7 @@ class Ppo:
                 loss_config=self.loss_config,
                 gae=self.make_gae(),
                 is_whitened=self.whiten,
+                is_calibrated=self.calibrate,
                 weigh=self.weighting(setup),
             )
 
@@ -119,6 +124,7 @@ class Ppo:
     loss_config: Mapping[str, float | str]
     gae: Gae
     is_whitened: bool = False
+    is_calibrated: bool = False
     weigh: Weighting = token_mean
     source: PlayGroups = PLAY_GROUPS
     needs_values: bool = True
@@ -132,7 +138,13 @@ class Ppo:
             came = "none" if values is None else str(len(values))
             raise DataError(f"{came} values for {len(trajectories)} trajectories; PPO needs a critic's values of each")
         found = [self.gae.credit(one, known) for one, known in zip(trajectories, values, strict=True)]
-        advantages = [credit.advantages for credit in found]
+        if self.is_calibrated:  # for the policy alone: the critic learns what came, and is clipped around what it said
+            better = calibrate_by_world(values, trajectories, self.gae)
+            advantages = [
+                self.gae.credit(one, known).advantages for one, known in zip(trajectories, better, strict=True)
+            ]
+        else:
+            advantages = [credit.advantages for credit in found]
         if not any(turn_S.any() for attempt in advantages for turn_S in attempt):
             return []  # everything went exactly as the critic predicted
         if self.is_whitened:
