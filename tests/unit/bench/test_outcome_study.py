@@ -7,8 +7,13 @@ from turnwise.bench.outcome_study import read_all, read_run, table
 
 def test_a_line_tells_the_lowest_agreement_too() -> None:
     learned = {
-        **{"run": "on_the_model", "seed": 1, "accuracy": 0.97, "success": [0.25, 0.75], "alarms": 0},
-        **{"score": [0.3, 0.2, 0.8], "agreement": [0.98, 0.91, 0.95]},
+        "run": "on_the_model",
+        "seed": 1,
+        "accuracy": 0.97,
+        "success": [0.25, 0.75],
+        "alarms": 0,
+        "score": [0.3, 0.2, 0.8],
+        "agreement": [0.98, 0.91, 0.95],
     }
     verified = {"run": "verified", "seed": 1, "accuracy": 1.0, "success": [0.25, 1.0], "alarms": 0}
     lines = table([verified, learned]).splitlines()
