@@ -34,6 +34,7 @@ WORLD = (
     *("train.tasks_per_step=8", "train.learning_rate=1e-3", "eval.every=10", "eval.tasks=64"),
 )
 AGREEMENT, SCORE = "rollout/env_outcome_agreement_mean", "rollout/env_outcome_score_mean"
+ORM_STEPS = 120
 EDGE = 3
 """Steps at each end of a run over which a metric is averaged; the alarm looks at as many."""
 
@@ -44,9 +45,9 @@ def study_seed(seed: int, out: Path, steps: int, options: Sequence[str]) -> None
     world = [*WORLD, *options, f"train.seed={seed}", f"train.steps={steps}"]
     verified, learned = place / "verified", place / "on_the_model"
     _run(world, verified)
-    first = train_outcome_model([verified], place / "orm", OrmConfig(seed=seed))
+    first = train_outcome_model([verified], place / "orm", OrmConfig(seed=seed, steps=ORM_STEPS))
     _run([*world, *_reward(place / "orm")], learned)
-    second = train_outcome_model([verified, learned], place / "orm_refreshed", OrmConfig(seed=seed))
+    second = train_outcome_model([verified, learned], place / "orm_refreshed", OrmConfig(seed=seed, steps=ORM_STEPS))
     again = [*_reward(place / "orm_refreshed"), f"model.from={learned}", "warmup.steps=0"]
     _run([*world, *again], place / "refreshed")
     found = {"seed": seed, "accuracy": first.quality.accuracy, "refreshed_accuracy": second.quality.accuracy}
