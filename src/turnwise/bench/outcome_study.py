@@ -30,6 +30,7 @@ from turnwise.watch.observer import Observer
 
 WORLD = (
     *("key_door", "model=tiny", "model.rank=32", "env.options.num_rooms=4", "rollout.group_size=8"),
+    "env.options.demonstration_skill=0.5",
     *("warmup.steps=100", "warmup.learning_rate=5e-3", "warmup.batch_size=16", "warmup.demonstrations=512"),
     *("train.tasks_per_step=8", "train.learning_rate=1e-3", "eval.every=10", "eval.tasks=64"),
 )

@@ -4,10 +4,11 @@
     R    = GAE of the critic's lambda + V                             what the critic learns; lambda 1: plain returns
     loss = -min(r A, clip(r, 0.8, 1.28) A), and at most 3 |A| where A < 0
 
-No attempt is compared with another, so a group whose rewards are all the same still teaches, and so does a group of
-one. `whiten` scales the advantages of an optimizer step to mean 0 and deviation 1 over its trained tokens, in a mix
-those of each world by themselves. The critic is trained by the loop (`training/critic.py`), towards the returns that
-the lessons carry.
+Attempts are not compared inside a group, so a group whose rewards are all the same still teaches, and so does a group
+of one. `calibrate` corrects the critic's values by the other attempts of the batch (`credit/calibrate.py`): the error
+of a critic that is wrong by about the same everywhere would drown what the actions were worth. `whiten` scales the
+advantages of an optimizer step to mean 0 and deviation 1 over its trained tokens, in a mix those of each world by
+themselves. The critic is trained by the loop (`training/critic.py`), towards the returns that the lessons carry.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Ppo:
         )
         whiten: bool = Field(default=False, description="Scale a step's advantages to mean 0 and deviation 1.")
         calibrate: bool = Field(
-            default=False,
+            default=True,
             description="Correct the critic's values by a line that is fitted to the other attempts of the batch.",
         )
         positive_nll: float = Field(
