@@ -53,7 +53,7 @@ def calibrate(values: Values, trajectories: Sequence[Trajectory], gae: Gae) -> l
             found.append(known)
             continue
         prior = RIDGE * np.diag([1.0, error, 1.0])
-        line = np.linalg.solve(squares - fit.squares + prior, products - fit.products)
+        line = np.asarray(np.linalg.solve(squares - fit.squares + prior, products - fit.products), np.float64)
         found.append(_corrected(known, line, most_turns, is_truncated=one.is_truncated))
     return found
 
