@@ -73,7 +73,7 @@ RAW = "method.calibrate=false"
 CELLS = {"16 cells": 2, "24 cells": 3, "60 cells": 5, "100 cells": 7, "200 cells": 10}
 FORM = (
     *("workflow", "env.options.level=3", "rollout.max_trajectory_tokens=420", "train.tasks_per_step=6"),
-    *("train.learning_rate=1e-3", "eval.every=8", "eval.tasks=48", "warmup.steps=80"),
+    *("train.learning_rate=7e-4", "eval.every=7", "eval.tasks=48", "warmup.steps=120"),
 )
 """A form of 24 cells in a context that holds about 13 of them."""
 STUDIES: Mapping[str, Study] = {
