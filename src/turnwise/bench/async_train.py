@@ -24,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", type=int, default=4, help="groups per step")
     parser.add_argument("--group-size", type=int, default=4, help="attempts per group")
     parser.add_argument("--turns", type=int, default=3, help="turns in each attempt")
+    parser.add_argument("--window", type=int, default=0, help="past turns that a prompt shows; 0: all of them")
     parser.add_argument("--median-s", type=float, default=0.1, help="median time of an env's answer, in seconds")
     parser.add_argument("--p99-s", type=float, default=5.0, help="99th percentile of that time, in seconds")
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="learning rate of each run")
@@ -108,6 +109,7 @@ def run_once(args: argparse.Namespace, lag: int, seed: int, directory: Path) -> 
 
     more = {
         "env.options.max_turns": args.turns,
+        "memory.window": args.window,
         "train.learning_rate": args.learning_rate,
         "train.seed": seed,
         "run.dir": directory,

@@ -1,11 +1,13 @@
 """What each part of the flywheel is worth: the whole, and the whole without routing, verdict or difficulty dial.
 
     python -m turnwise.bench.flywheel_ablation --seeds 5 --jobs 8 --out runs/ablation
+    python -m turnwise.bench.flywheel_ablation --seeds 5 --jobs 8 --out runs/ablation --tokens 60000
 
 Every arm may take the same number of optimizer steps per round, plays as many tasks and attempts, starts from the same
 warm-up of its seed, and is measured on the same held-out tasks. A stage whose pool is empty is skipped, so the table
 has the steps that were taken. RL plays attempts of its own; their tokens are in the table too, because an arm without
-RL samples fewer. The same command goes on with what was interrupted.
+RL samples fewer. With `--tokens` an arm goes on, round after round, until it has sampled so many, and the table has its
+success at that number, on the line between two evaluations. The same command goes on with what was interrupted.
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ import json
 import math
 import multiprocessing
 import os
+import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from turnwise.rounds.wheel import flywheel
-from turnwise.runlog.reader import RunReader
+import numpy as np
+
+from turnwise.bench.pooled import run_jobs
+from turnwise.rounds.wheel import Flywheel, flywheel
+from turnwise.runlog.reader import RunReader, is_run
 
 ARMS: dict[str, list[str]] = {
     "whole": [],
@@ -35,49 +41,64 @@ T_95 = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Half-widths of Student's 95 % interval in standard errors, by degrees of freedom."""
 
 
-def run_one(job: tuple[str, str, int, Path, tuple[str, ...]]) -> dict[str, Any]:
-    """One arm with one seed, in a process of its own."""
+MAX_ROUNDS = 40
+"""Of an arm that goes on until it has sampled enough."""
+
+
+def run_one(job: tuple[str, str, int, Path, tuple[str, ...]], tokens: int = 0) -> dict[str, Any]:
+    """One arm with one seed, in a process of its own; with `tokens`, until so many are sampled."""
     preset, arm, seed, out, overrides = job
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     place = out / f"{arm.replace(' ', '_')}-{seed}"
-    wheel = flywheel(preset, directory=place, overrides=[*ARMS[arm], f"train.seed={seed}", *overrides])
-    curve = [row["success"] for row in wheel.evaluations]
-    played = wheel.query("SELECT sum(num_tokens) AS n FROM attempts")[0]["n"]
+    settings = [*ARMS[arm], f"train.seed={seed}", *overrides]
+    wheel = flywheel(preset, directory=place, overrides=settings, rounds=1 if tokens else None)
+    sampled = sampled_tokens(wheel, place)
+    while tokens and sampled[-1] < tokens and len(sampled) <= MAX_ROUNDS:
+        wheel = flywheel(preset, directory=place, overrides=settings, rounds=len(sampled))
+        sampled = sampled_tokens(wheel, place)
     stages = wheel.query("SELECT detail FROM stages")
     steps = sum(json.loads(row["detail"]).get("steps", 0) for row in stages)
-    return {
-        "arm": arm,
-        "seed": seed,
-        "steps": steps,
-        "success": curve,
-        "played_tokens": played,
-        "rl_tokens": _rl_tokens(place),
+    curve = [row["success"] for row in wheel.evaluations]
+    return {"arm": arm, "seed": seed, "steps": steps, "success": curve, "sampled": sampled}
+
+
+def sampled_tokens(wheel: Flywheel, place: Path) -> list[int]:
+    """Tokens that were sampled up to each evaluation, for the pools and by the RL stages."""
+    played = {
+        row["round"]: row["n"] for row in wheel.query("SELECT round, sum(num_tokens) AS n FROM attempts GROUP BY 1")
     }
+    found: list[int] = []
+    for row in wheel.evaluations:
+        before = found[-1] if found else 0
+        found.append(before + played.get(row["round"], 0) + _rl_tokens(place / "rounds" / f"{row['round']:02d}" / "rl"))
+    return found
 
 
-def _rl_tokens(place: Path) -> int:
-    """Tokens that the RL stages sampled."""
-    total = 0
-    for run_directory in sorted(place.glob("rounds/*/rl")):
-        with RunReader(run_directory) as run:
-            total += sum(row.num_sampled_tokens for row in run.attempts(phase="train"))
-    return total
+def _rl_tokens(directory: Path) -> int:
+    if not is_run(directory):
+        return 0
+    with RunReader(directory) as run:
+        return sum(row.num_sampled_tokens for row in run.attempts(phase="train"))
 
 
-def table(results: Sequence[dict[str, Any]]) -> list[str]:
+def success_at(result: dict[str, Any], tokens: int) -> float:
+    """After so many sampled tokens; 0: at the end."""
+    return float(np.interp(tokens, result["sampled"], result["success"])) if tokens else result["success"][-1]
+
+
+def table(results: Sequence[dict[str, Any]], tokens: int = 0) -> list[str]:
     """A line for each arm; differences are paired by seed, with 95 % intervals of Student's t."""
     lines = ["| arm | seeds | before | after | minus whole | steps | sampled tokens |", "|---|---|---|---|---|---|---|"]
-    whole = {one["seed"]: one["success"][-1] for one in results if one["arm"] == "whole"}
+    whole = {one["seed"]: success_at(one, tokens) for one in results if one["arm"] == "whole"}
     for arm in ARMS:
         own = [one for one in results if one["arm"] == arm]
         if not own:
             continue
-        gaps = [one["success"][-1] - whole[one["seed"]] for one in own if arm != "whole" and one["seed"] in whole]
-        tokens = fmean(one["played_tokens"] + one["rl_tokens"] for one in own)
-        steps = fmean(one["steps"] for one in own)
-        before, after = (fmean(one["success"][index] for one in own) for index in (0, -1))
+        gaps = [success_at(one, tokens) - whole[one["seed"]] for one in own if arm != "whole" and one["seed"] in whole]
+        sampled, steps = fmean(one["sampled"][-1] for one in own), fmean(one["steps"] for one in own)
+        before, after = fmean(one["success"][0] for one in own), fmean(success_at(one, tokens) for one in own)
         lines.append(
-            f"| {arm} | {len(own)} | {before:.1%} | {after:.1%} | {_interval(gaps)} | {steps:.0f} | {tokens:,.0f} |"
+            f"| {arm} | {len(own)} | {before:.1%} | {after:.1%} | {_interval(gaps)} | {steps:.0f} | {sampled:,.0f} |"
         )
     return lines
 
@@ -95,31 +116,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="flywheels at once, each with one thread")
     parser.add_argument("--out", type=Path, default=Path("runs/flywheel-ablation"))
+    parser.add_argument("--tokens", type=int, default=0, help="sampled tokens of every arm; 0: rounds of the preset")
+    parser.add_argument("--limit-s", type=float, default=24 * 3600, help="end after so many seconds")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args(argv)
     jobs = [
-        (options.preset, arm, seed, options.out, tuple(options.overrides))
+        partial(run_one, (options.preset, arm, seed, options.out, tuple(options.overrides)), options.tokens)
         for seed in range(options.seeds)
         for arm in ARMS
     ]
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        results: list[dict[str, Any]] = []
-        for done in as_completed([pool.submit(run_one, job) for job in jobs]):
-            results.append(done.result())
-            _write(options.out, results)
-            last = results[-1]
-            curve = ", ".join(f"{success:.1%}" for success in last["success"])
-            print(f"{len(results)}/{len(jobs)}  {last['arm']}, seed {last['seed']}: {curve}", flush=True)
-    print("\n".join(table(results)))
-    return 0
+    results: list[dict[str, Any]] = []
+
+    def note(result: dict[str, Any]) -> None:
+        results.append(result)
+        _write(options.out, results, options.tokens)
+        curve = ", ".join(f"{success:.1%}" for success in result["success"])
+        print(f"{len(results)}/{len(jobs)}  {result['arm']}, seed {result['seed']}: {curve}", flush=True)
+
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:  # its end kills what still runs
+        is_whole = run_jobs(pool, jobs, time.monotonic() + options.limit_s, note)
+    print("\n".join(table(results, options.tokens)))
+    return 0 if is_whole else 1
 
 
-def _write(out: Path, results: Sequence[dict[str, Any]]) -> None:
+def _write(out: Path, results: Sequence[dict[str, Any]], tokens: int) -> None:
     """Write what is known so far, after every flywheel: a study that is cut short has said something."""
     (out / "results.json").write_text(json.dumps(list(results), indent=2), encoding="utf-8")
-    (out / "table.md").write_text("\n".join(table(results)) + "\n", encoding="utf-8")
+    (out / "table.md").write_text("\n".join(table(results, tokens)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m turnwise.bench.long_study methods --seeds 1 2 3 4 5 --jobs 12 --out runs/long_methods
     python -m turnwise.bench.long_study memory --seeds 1 2 3 4 5 --jobs 12 --out runs/long_memory
     python -m turnwise.bench.long_study entropy --seeds 1 2 3 4 5 --jobs 12 --out runs/long_entropy
+    python -m turnwise.bench.long_study smollm2 --seeds 1 2 3 --jobs 3 --out runs/long_smollm2
 
 A study has arms: options of a run, trained once for each seed. In `methods` all arms of a seed start from one warm-up
 on short attempts. It goes on in rounds, for all seeds alike, until the mean held-out success on long ones is at least
@@ -61,13 +62,18 @@ class Study:
     """Options of a round of the common warm-up; empty: every run warms up by itself."""
     horizons: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Options of attempts of other lengths, which the policies play before and after."""
+    horizon_arms: tuple[str, ...] = ()
+    """The arms whose policies play them; empty: all."""
+    horizon_tasks: int = 48
 
 
 PPO = ("method=ppo",)
+PRETRAINED = ("critic.pretrain_steps=3", "critic.pretrain_updates=8")
+RAW = "method.calibrate=false"
 CELLS = {"16 cells": 2, "24 cells": 3, "60 cells": 5, "100 cells": 7, "200 cells": 10}
 FORM = (
     *("workflow", "env.options.level=3", "rollout.max_trajectory_tokens=420", "train.tasks_per_step=6"),
-    *("train.learning_rate=1e-3", "eval.every=8", "eval.tasks=48", "warmup.steps=80"),
+    *("train.learning_rate=7e-4", "eval.every=7", "eval.tasks=48", "warmup.steps=120"),
 )
 """A form of 24 cells in a context that holds about 13 of them."""
 STUDIES: Mapping[str, Study] = {
@@ -83,8 +89,10 @@ STUDIES: Mapping[str, Study] = {
             "grpo, whole attempts": ("method.credit=trajectory",),
             "gigpo": ("method=gigpo",),
             "ppo": (*PPO, "critic.pretrain_steps=0"),
-            "ppo, whitened": (*PPO, "critic.pretrain_steps=0", "method.whiten=true"),
-            "ppo, pre-trained": (*PPO, "critic.pretrain_steps=4"),
+            "ppo, plain returns": (*PPO, "critic.pretrain_steps=0", "method.policy_lambda=1.0"),
+            "ppo, not calibrated": (*PPO, "critic.pretrain_steps=0", RAW),
+            "ppo, not calibrated, pre-trained": (*PPO, *PRETRAINED, RAW),
+            "vapo": (*PPO, *PRETRAINED, "method.positive_nll=0.1"),
         },
         tokens=120_000,
         horizons={cells: (f"env.options.level={level}",) for cells, level in CELLS.items()},
@@ -107,6 +115,24 @@ STUDIES: Mapping[str, Study] = {
             "workflow, 60 cells": ("workflow",),
         },
         tokens=200_000,
+    ),
+    "smollm2": Study(
+        world=(
+            *(
+                "workflow",
+                "model=smollm2",
+                "model.rank=16",
+                "env.options.level=5",
+                "env.options.demonstration_skill=0.9",
+            ),
+            *("memory.window=6", "memory.summary_tokens=16", "train.tasks_per_step=4", "rollout.group_size=8"),
+            *("warmup.demonstrations=160", "warmup.batch_size=4", "warmup.learning_rate=1e-3"),
+            *("train.learning_rate=3e-4", "train.lr_warmup=3", "eval.every=5", "eval.tasks=32"),
+        ),
+        warm=("env.options.level=3", "warmup.steps=40"),
+        arms={"grpo": ()},
+        tokens=150_000,
+        horizons={cells: (f"env.options.level={CELLS[cells]}",) for cells in ("24 cells", "60 cells", "100 cells")},
     ),
 }
 
@@ -155,7 +181,9 @@ def play_horizon(study: Study, out: Path, place: str, horizon: str) -> Row:
     """Held-out attempts of another length with one policy, as it is at its end."""
     done = out / f"{place}-{horizon.replace(' ', '-')}.json"
     if not done.is_file():
-        played = evaluate(out / place, step="last", overrides=[*study.horizons[horizon], "eval.tasks=48"])
+        played = evaluate(
+            out / place, step="last", overrides=[*study.horizons[horizon], f"eval.tasks={study.horizon_tasks}"]
+        )
         attempts = [one for group in played.played.groups for one in group.trajectories]
         row: Row = {"place": place, "horizon": horizon, "success": played.row.success, "reward": played.row.reward}
         row["turns"] = fmean(len(one.turns) for one in attempts)
@@ -308,7 +336,7 @@ class StudyRun:
     def play(self, pool: Pool) -> None:
         """The attempts of other lengths, with every policy that is there."""
         places = sorted(place.name for place in self.out.iterdir() if place.is_dir() and is_run(place))
-        trained = [_name(arm, seed) for seed in self.seeds for arm in self.study.arms]
+        trained = [_name(arm, seed) for seed in self.seeds for arm in self.study.horizon_arms or self.study.arms]
         for seed in self.seeds:
             rounds = [place for place in places if place.startswith(f"warm-{seed}-")]
             if rounds and not (self.out / f"warm_up-{seed}").exists():
@@ -357,6 +385,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/long_study"))
     parser.add_argument("--limit-s", type=float, default=24 * 3600, help="end after so many seconds")
     parser.add_argument("--horizon-s", type=float, default=0, help="of these, seconds for attempts of other lengths")
+    parser.add_argument("--horizon-arms", nargs="*", default=[], help="arms that play them; default: all")
+    parser.add_argument("--horizon-tasks", type=int, default=48, help="held-out tasks of each length")
     parser.add_argument("--arms", nargs="*", help="default: all")
     parser.add_argument("--tokens", type=int, help="sampled tokens of every run")
     parser.add_argument("--set", nargs="*", default=[], metavar="OPTION", help="more options of every run")
@@ -364,7 +394,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     study = STUDIES[options.study]
     world, more = (*study.world, *options.set) if study.world else (), () if study.world else options.set
     arms = {arm: (*study.arms[arm], *more) for arm in options.arms or study.arms}
-    study = replace(study, world=world, arms=arms, tokens=options.tokens or study.tokens)
+    horizons = {"horizon_arms": tuple(options.horizon_arms), "horizon_tasks": options.horizon_tasks}
+    study = replace(study, world=world, arms=arms, tokens=options.tokens or study.tokens, **horizons)
     run = StudyRun(options.study, study, options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")

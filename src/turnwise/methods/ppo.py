@@ -4,10 +4,11 @@
     R    = GAE of the critic's lambda + V                             what the critic learns; lambda 1: plain returns
     loss = -min(r A, clip(r, 0.8, 1.28) A), and at most 3 |A| where A < 0
 
-No attempt is compared with another, so a group whose rewards are all the same still teaches, and so does a group of
-one. `whiten` scales the advantages of an optimizer step to mean 0 and deviation 1 over its trained tokens, in a mix
-those of each world by themselves. The critic is trained by the loop (`training/critic.py`), towards the returns that
-the lessons carry.
+Attempts are not compared inside a group, so a group whose rewards are all the same still teaches, and so does a group
+of one. `calibrate` corrects the critic's values by the other attempts of the batch (`credit/calibrate.py`): the error
+of a critic that is wrong by about the same everywhere would drown what the actions were worth. `whiten` scales the
+advantages of an optimizer step to mean 0 and deviation 1 over its trained tokens, in a mix those of each world by
+themselves. The critic is trained by the loop (`training/critic.py`), towards the returns that the lessons carry.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from turnwise.credit.calibrate import calibrate_by_world
 from turnwise.credit.gae import Gae, whiten_by_world
 from turnwise.credit.weights import Weighting, token_mean
 from turnwise.errors import DataError
@@ -67,7 +69,10 @@ class Ppo:
             default=1.0, ge=0, le=1, description="Lambda of the critic's targets; 1 is plain returns."
         )
         whiten: bool = Field(default=False, description="Scale a step's advantages to mean 0 and deviation 1.")
-
+        calibrate: bool = Field(
+            default=True,
+            description="Correct the critic's values by a line that is fitted to the other attempts of the batch.",
+        )
         positive_nll: float = Field(
             default=0.0,
             ge=0,
@@ -93,6 +98,7 @@ class Ppo:
                 loss_config=self.loss_config,
                 gae=self.make_gae(),
                 is_whitened=self.whiten,
+                is_calibrated=self.calibrate,
                 weigh=self.weighting(setup),
             )
 
@@ -119,6 +125,7 @@ class Ppo:
     loss_config: Mapping[str, float | str]
     gae: Gae
     is_whitened: bool = False
+    is_calibrated: bool = False
     weigh: Weighting = token_mean
     source: PlayGroups = PLAY_GROUPS
     needs_values: bool = True
@@ -132,7 +139,13 @@ class Ppo:
             came = "none" if values is None else str(len(values))
             raise DataError(f"{came} values for {len(trajectories)} trajectories; PPO needs a critic's values of each")
         found = [self.gae.credit(one, known) for one, known in zip(trajectories, values, strict=True)]
-        advantages = [credit.advantages for credit in found]
+        if self.is_calibrated:  # for the policy alone: the critic learns what came, and is clipped around what it said
+            better = calibrate_by_world(values, trajectories, self.gae)
+            advantages = [
+                self.gae.credit(one, known).advantages for one, known in zip(trajectories, better, strict=True)
+            ]
+        else:
+            advantages = [credit.advantages for credit in found]
         if not any(turn_S.any() for attempt in advantages for turn_S in attempt):
             return []  # everything went exactly as the critic predicted
         if self.is_whitened:

@@ -105,22 +105,25 @@ class Critic:
             assert lesson.returns is not None, "a method with a critic says what came of each turn"
             assert lesson.values is not None, "a method with a critic keeps what it was told"
             taught.append((lesson.trajectory, lesson.values, lesson.returns))
-        metrics = await self._teach(taught, self.optim, self.config.updates)
+        clip = {"value_clip": self.config.value_clip} if self.config.value_clip else None
+        metrics = await self._teach(taught, self.optim, self.config.updates, clip)
         return {f"critic_{key}": value for key, value in metrics.items()}
 
     async def study(self, trajectories: Sequence[Trajectory], optim: AdamParams) -> dict[str, float]:
         """Learn from attempts that teach the policy nothing: one batch of the pre-training.
 
-        The explained variance is that of the values before this batch was learned.
+        The explained variance is that of the values before this batch was learned. Values may move as far as they can:
+        a clip would keep a new critic, which says 0 everywhere, from the mean of the returns for several batches.
         """
         values = await self.values(trajectories)
         returns = [self._gae.returns(one, known) for one, known in zip(trajectories, values, strict=True)]
         taught = list(zip(trajectories, values, returns, strict=True))
         return await self._teach(taught, optim, self.config.pretrain_updates)
 
-    async def _teach(self, taught: Sequence[Taught], optim: AdamParams, updates: int) -> dict[str, float]:
+    async def _teach(
+        self, taught: Sequence[Taught], optim: AdamParams, updates: int, clip: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         datums = self._datums(taught)
-        clip = {"value_clip": self.config.value_clip} if self.config.value_clip else None
         metrics: dict[str, float] = {}
         for update in range(updates):
             output = await self.client.forward_backward(datums, "value", clip)

@@ -217,7 +217,6 @@ CATALOGUE: tuple[Metric, ...] = (
         ("critic/value", "reward", "Mean value that the critic gave."),
         ("critic/return", "reward", "Mean return that it should have given."),
         ("critic/value_error", "reward", "Mean absolute difference of the two."),
-        ("critic/value_clip_fraction", "share", "Values that moved further than `critic.value_clip`."),
         ("critic/grad_norm", "norm", "Norm of the critic's gradient before clipping."),
         ("critic/explained_variance", "share", "Variance of returns explained, before the batch was learned."),
         ("critic/attempts", "attempts", "Attempts in the batch."),

@@ -134,3 +134,17 @@ def test_options_that_nobody_reads_are_refused(options: dict[str, Any], message:
 def test_other_methods_do_not_read_the_critics_options() -> None:
     with pytest.raises(ValueError, match="gae is not read by method=grpo, only by ppo"):
         read_method({"name": "grpo", "gae": "turn"})
+
+
+def test_a_calibrated_step_has_no_common_part_and_the_critic_still_learns_what_came() -> None:
+    group = _group(*[[0.0, 1.0] for _ in range(30)], *[[0.0, 0.0] for _ in range(30)])
+    values = _values(group)
+    plain, calibrated = (_made(policy_lambda=1.0, calibrate=is_on).lessons([group], values) for is_on in (False, True))
+    means = [np.mean([np.mean(one) for one in lesson.advantages]) for lesson in calibrated]
+    assert np.mean(means) == pytest.approx(0.0, abs=0.01)
+    assert means[0] == pytest.approx(0.5, abs=0.05)
+    assert [lesson.values for lesson in calibrated] == values
+    for ours, theirs in zip(calibrated, plain, strict=True):
+        assert ours.returns is not None
+        assert theirs.returns is not None
+        assert all((a == b).all() for a, b in zip(ours.returns, theirs.returns, strict=True))

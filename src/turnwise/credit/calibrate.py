@@ -1,0 +1,84 @@
+"""A critic's values, corrected by what came of the other attempts of the batch.
+
+    V'(s) = V(s) + a + b V(s) + c turn(s)          a, b, c: ridge regression of R - V over all *other* attempts
+
+A new critic says 0 everywhere, and one that has learned little is wrong by about the same amount in all states. Then
+every advantage has a large common part. It says nothing about the actions, but its noise is as large as it is, and Adam
+scales what is left to full steps. The line takes this part away, and costs no sample. It follows from other attempts
+alone, so it does not depend on the actions that it judges: the policy's gradient stays unbiased, whatever the critic
+says. A critic that is right is left as it is, since nothing is left to correct.
+
+Every attempt counts the same in the fit. The ridge is worth a tenth of an attempt that says that the critic is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from turnwise.credit.gae import Gae
+from turnwise.credit.values import FloatArray, TrajectoryValues, Values
+from turnwise.trajectory import WORLD_LABEL, Trajectory
+
+RIDGE = 0.1
+"""In attempts."""
+
+
+def calibrate_by_world(values: Values, trajectories: Sequence[Trajectory], gae: Gae) -> list[TrajectoryValues]:
+    """`calibrate` over the attempts of each world of a mix by itself; of one world, over all."""
+    found = list(values)
+    worlds = [one.labels.get(WORLD_LABEL, "") for one in trajectories]
+    for world in set(worlds):
+        inside = [index for index, name in enumerate(worlds) if name == world]
+        own = calibrate([values[index] for index in inside], [trajectories[index] for index in inside], gae)
+        for index, corrected in zip(inside, own, strict=True):
+            found[index] = corrected
+    return found
+
+
+def calibrate(values: Values, trajectories: Sequence[Trajectory], gae: Gae) -> list[TrajectoryValues]:
+    """The corrected values of each attempt; of a single attempt, its values as they are."""
+    if len(values) < 2:
+        return list(values)
+    plain = replace(gae, critic_lambda=1.0)
+    most_turns = max(len(one.turns) for one in values)
+    fits = [_Fit(known, plain.returns(one, known), most_turns) for known, one in zip(values, trajectories, strict=True)]
+    squares, products, errors = (sum(getattr(fit, name) for fit in fits) for name in ("squares", "products", "error"))
+    found: list[TrajectoryValues] = []
+    for fit, known, one in zip(fits, values, trajectories, strict=True):
+        error = (errors - fit.error) / (len(fits) - 1)
+        if error <= 0:  # the critic was right about all the others
+            found.append(known)
+            continue
+        prior = RIDGE * np.diag([1.0, error, 1.0])
+        line = np.asarray(np.linalg.solve(squares - fit.squares + prior, products - fit.products), np.float64)
+        found.append(_corrected(known, line, most_turns, is_truncated=one.is_truncated))
+    return found
+
+
+class _Fit:
+    """What one attempt adds to a regression: means over its sampled tokens."""
+
+    def __init__(self, values: TrajectoryValues, returns: Sequence[FloatArray], most_turns: int) -> None:
+        features_NF = np.concatenate([_features(v_S, turn, most_turns) for turn, v_S in enumerate(values.turns)])
+        missed_N = np.concatenate(list(returns)) - np.concatenate(values.turns)
+        self.squares = features_NF.T @ features_NF / len(missed_N)
+        self.products = features_NF.T @ missed_N / len(missed_N)
+        self.error = float(np.mean(missed_N**2))
+
+
+def _features(values_S: FloatArray, turn: int, most_turns: int) -> FloatArray:
+    """[S, F] of the states of one turn: 1, the value, and how far the attempt has come."""
+    return np.stack([np.ones_like(values_S), values_S, np.full_like(values_S, turn / most_turns - 0.5)], axis=1)
+
+
+def _corrected(values: TrajectoryValues, line: FloatArray, most_turns: int, *, is_truncated: bool) -> TrajectoryValues:
+    turns = tuple(v_S + _features(v_S, turn, most_turns) @ line for turn, v_S in enumerate(values.turns))
+    if not is_truncated:
+        return TrajectoryValues(turns=turns)
+    last = np.array([values.bootstrap])
+    return TrajectoryValues(
+        turns=turns, bootstrap=float((last + _features(last, len(values.turns), most_turns) @ line)[0])
+    )
