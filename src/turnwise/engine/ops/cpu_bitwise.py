@@ -16,33 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from turnwise.engine.ops import cpu, cpu_products
-from turnwise.engine.ops.cpu_attention import (
-    attend,
-    can_capture_prefill,
-    equal_rows,
-    rows_over_keys,
-    tree_backward,
-)
-from turnwise.engine.ops.cpu_products import empty_rows, low_rank_gradients, multiply_with_low_rank
+from turnwise.engine.ops import cpu, cpu_attention, cpu_products
+from turnwise.engine.ops.cpu_attention import attend, equal_rows, rows_over_keys
 from turnwise.engine.ops.interface import AttentionRule, Saved
 
 if TYPE_CHECKING:
     from turnwise.engine.attention.plans import PagedPlan, TreePlan
 
-__all__ = [
-    "can_capture_prefill",
-    "empty_rows",
-    "linear",
-    "low_rank_gradients",
-    "multiply",
-    "multiply_with_low_rank",
-    "paged_decode",
-    "prefill",
-    "takes_low_rank_along",
-    "tree_backward",
-    "tree_forward",
-]
+can_capture_prefill, tree_backward = cpu_attention.can_capture_prefill, cpu_attention.tree_backward
+empty_rows, low_rank_gradients = cpu_products.empty_rows, cpu_products.low_rank_gradients
+multiply_with_low_rank = cpu_products.multiply_with_low_rank
 
 BLOCK_ROWS, DOT_ROWS = 128, 4
 """BLOCK_COLS and DOT_COLS of cpu_linear.c: rows that are taken at once, and up to how many it sums in another order."""

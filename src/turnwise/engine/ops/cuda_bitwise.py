@@ -11,29 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from turnwise.engine.ops import for_device, triton_bitwise
-from turnwise.engine.ops.cuda_attention import tree_backward
+from turnwise.engine.ops import cuda_attention, for_device, torch_products, triton_bitwise
 from turnwise.engine.ops.interface import AttentionRule
 from turnwise.engine.ops.key_tiles import KeyTiles, decode_tiles, forest_tiles, prompt_tiles
-from turnwise.engine.ops.torch_products import empty_rows, low_rank_gradients, multiply, multiply_with_low_rank
-from turnwise.engine.ops.triton_bitwise import linear
 
 if TYPE_CHECKING:
     from turnwise.engine.attention.plans import PagedPlan, TreePlan
 
-__all__ = [
-    "can_capture_prefill",
-    "empty_rows",
-    "linear",
-    "low_rank_gradients",
-    "multiply",
-    "multiply_with_low_rank",
-    "paged_decode",
-    "prefill",
-    "takes_low_rank_along",
-    "tree_backward",
-    "tree_forward",
-]
+linear = triton_bitwise.linear
+tree_backward = cuda_attention.tree_backward
+multiply, empty_rows = torch_products.multiply, torch_products.empty_rows
+multiply_with_low_rank, low_rank_gradients = torch_products.multiply_with_low_rank, torch_products.low_rank_gradients
 
 
 def takes_low_rank_along(x_NI: Tensor) -> bool:  # noqa: ARG001 - adapters have a kernel of their own
