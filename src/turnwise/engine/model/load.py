@@ -73,8 +73,7 @@ class CausalModel:
         host = torch.device("cpu") if exchange is not None else device
         model = _load(directory, config, dtype) if not is_random(directory) else _draw(config, dtype, host)
         self.config, self.arch = config, type(model).__name__
-        self.device, self.dtype = device, dtype
-        self.ops = ops
+        self.device, self.dtype, self.ops = device, dtype, ops
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), host)
         self.max_context_length = context_length(config.to_dict(), wanted_context)
@@ -98,8 +97,7 @@ class CausalModel:
         self.body: nn.Module = model.base_model
         self.vocab_size = int(self.head.out_features)
         self.sizes = ModelSizes.read(config.to_dict(), self.vocab_size)
-        if ops.is_bitwise:
-            check_bitwise(self.sizes, ops.facts, has_switch=self.angle_switch is not None)
+        self._check_bitwise()
         self.fused = FusedBody(self.body, self.ops, self.sizes) if FusedBody.supports(self.sizes) else None
         self._recomputed = RecomputedLayers(find_layers(self.body, self.sizes.num_layers), self.holder, device)
         self._room = KeptRoom()
@@ -111,6 +109,10 @@ class CausalModel:
         """How the weights are cut, if this process holds only a part of them."""
         self.eos_ids = _eos_ids(model)
         self.kv_shape = _kv_shape(self.sizes)
+
+    def _check_bitwise(self) -> None:
+        if self.ops.is_bitwise:
+            check_bitwise(self.sizes, self.ops.facts, has_switch=self.angle_switch is not None)
 
     @property
     def activation_dtype(self) -> torch.dtype:
