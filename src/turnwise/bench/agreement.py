@@ -3,8 +3,10 @@
 The bench samples from an adapter that is no longer at its start, once merged into the weights and once beside them: in
 batches of several sizes, and over the turns of dialogues whose earlier turns are cached. The trainer then computes the
 logprobs of the sampled tokens; of a mixture of experts, once with the experts that the sampler chose (`replayed`), and
-once with its own choice. `k2` is the mean of (trainer - sampler)^2 / 2 over these tokens, an estimate of the KL
-between the two. `adapter_k2` is the same between the adapter and the base: the value if one side ignored the adapter.
+once with its own choice. `equal_bits` is the share of these logprobs that are the same number; with `--engine
+bitwise=true` it is 1, and nothing is merged. `k2` is the mean of (trainer - sampler)^2 / 2 over these tokens, an
+estimate of the KL between the two. `adapter_k2` is the same between the adapter and the base: the value if one side
+ignored the adapter.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import numpy as np
 import torch
 
 from turnwise.bench.drive import finish, sample_sequences
-from turnwise.bench.report import machine, make_engine, model_directory
+from turnwise.bench.report import engine_options, machine, make_engine, model_directory
+from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError
@@ -53,7 +56,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     directory = model_directory(args.model)
     spec = describe_experts(json.loads((directory / "config.json").read_text(encoding="utf-8")))
     replays = spec is not None and spec.is_routable
-    for merge in MERGES[1:] if args.only_unmerged else MERGES:
+    is_bitwise = EngineConfig.model_validate(engine_options(args.engine)).bitwise
+    for merge in MERGES[1:] if args.only_unmerged or is_bitwise else MERGES:
         most = max(*args.batches, args.dialogues, 1)
         engine = make_engine(args, max_num_seqs=most, merge_adapter=merge, routing_replay=replays)
         result |= _load(args, engine)
@@ -75,6 +79,7 @@ def k2(gaps: np.ndarray) -> float:
 def _figures(gaps: np.ndarray) -> dict[str, float]:
     """The figures of one case, rounded to three digits. Each case is a row of the table."""
     sizes = {"k2": k2(gaps), "mean_gap": float(np.mean(np.abs(gaps))), "max_gap": float(np.max(np.abs(gaps)))}
+    sizes["equal_bits"] = float(np.mean(gaps == 0))
     return {name: float(f"{size:.3g}") for name, size in sizes.items()} | {"tokens": len(gaps)}
 
 

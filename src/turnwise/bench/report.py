@@ -21,6 +21,7 @@ from rich.table import Table
 
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
+from turnwise.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    parser.add_argument("--engine", default="", help="options of the engine, such as bitwise=true,capture_passes=false")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each side; the median is reported")
     parser.add_argument("--warmups", type=int, default=1, help="untimed runs before the timed ones")
     parser.add_argument("--rank", type=int, default=16, help="LoRA rank; 0 means no adapter")
@@ -50,8 +52,16 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_engine(args: argparse.Namespace, **settings: Any) -> Engine:
-    config = EngineConfig(device=args.device, dtype=args.dtype, seed=0, **settings)
-    return Engine(model_directory(args.model), config, name=args.model)
+    given = {"device": args.device, "dtype": args.dtype, "seed": 0, **settings, **engine_options(args.engine)}
+    return Engine(model_directory(args.model), EngineConfig.model_validate(given), name=args.model)
+
+
+def engine_options(text: str) -> dict[str, str]:
+    """`--engine NAME=VALUE,NAME=VALUE` as options of the section `engine`."""
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    if unknown := [name for name, _, _ in pairs if name not in EngineConfig.model_fields]:
+        raise ConfigError(f"--engine {text}: there is no option engine.{unknown[0]}; docs/config.md lists them")
+    return {name: value for name, _, value in pairs}
 
 
 def model_directory(name: str) -> Path:

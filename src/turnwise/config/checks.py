@@ -244,6 +244,22 @@ def check_replay(config: Config) -> None:
         )
 
 
+def check_bitwise(config: Config) -> None:
+    """Refuse `engine.bitwise` where the sampler is not the trainer's own engine."""
+    if not config.engine.bitwise or config.model.base_url:
+        return
+    if config.rollout.backend != "local":
+        raise ValueError(
+            f"engine.bitwise=true with rollout.backend={config.rollout.backend}: another program samples and sums in "
+            "its own order; use rollout.backend=local, or leave it out"
+        )
+    if config.cluster.shard:
+        raise ValueError(
+            "engine.bitwise=true with cluster.shard=true: weights in parts are read by other kernels; leave one of "
+            "them out"
+        )
+
+
 def check_service(config: Config) -> None:
     """Refuse options that a service elsewhere does not read."""
     if not config.model.base_url:

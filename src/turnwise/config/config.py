@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from turnwise.config.checks import (
+    check_bitwise,
     check_full,
     check_groups,
     check_lag,
@@ -98,6 +99,7 @@ class Config(Section):
         check_play(self)
         check_full(self)
         check_replay(self)
+        check_bitwise(self)
         check_shard(self)
         check_samplers(self)
         check_service(self)

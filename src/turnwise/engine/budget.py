@@ -112,7 +112,7 @@ def split_memory(
     if config.full_weights:
         left, merged = max(0, left - full_weights_bytes(num_parameters, device)), 0
     may_merge = config.merge_adapter == "always" or (config.merge_adapter == "auto" and merged <= MERGED_SHARE * left)
-    may_merge = may_merge and not config.full_weights
+    may_merge = may_merge and not config.full_weights and not config.bitwise
     left = max(0, left - merged) if may_merge and device.facts.has_own_memory else left
     budget = config.kv_cache_gib * GIB or device.facts.kv_cache_bytes or left / 2
     groups = _kv_group_tokens(config, device, sizes, budget, context_length)

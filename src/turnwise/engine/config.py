@@ -210,6 +210,11 @@ class EngineConfig(Section):
         "of a sequence stood before, in its prompt, its reply, its siblings and earlier replies. Tokens and logprobs "
         "are those of the policy, whatever was guessed (docs/speculation.md).",
     )
+    bitwise: bool = Field(
+        default=False,
+        description="Sampler and trainer compute the logprob of a token to the same bit, whatever the batch: every sum "
+        "runs in one order, and adapters are never merged. Slower, and not for every model (docs/numerics.md).",
+    )
     full_weights: bool = Field(
         default=False,
         description="Leave memory of a GPU for training all weights; a run with `model.train=full` sets it.",
@@ -250,3 +255,12 @@ class EngineConfig(Section):
         default=None,
         description="Seed of requests that have none; null: `train.seed` in a run, random in a service.",
     )
+
+    @model_validator(mode="after")
+    def _merges_nothing_that_must_agree(self) -> Self:
+        if self.bitwise and self.merge_adapter == "always":
+            raise ValueError(
+                "bitwise=true with merge_adapter=always: the trainer's adapter lies beside the weights, and merged "
+                "weights are rounded once more; leave merge_adapter out"
+            )
+        return self

@@ -23,7 +23,7 @@ from turnwise.engine.model.kept import KeptRoom
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Policy, base_policy, target_shapes
 from turnwise.engine.model.sharded import ShardExchange
-from turnwise.engine.ops import for_device
+from turnwise.engine.ops import bitwise_for_device, for_device
 from turnwise.engine.ops.cuda_buffer import CudaBuffer
 from turnwise.engine.sampling.sampler import Sampler
 from turnwise.engine.self_test import SelfTest
@@ -61,14 +61,15 @@ class Engine:
         self.device, self.dtype = choose_device(config)
         if why := dtype_reason(self.device, config):
             log.log(logging.WARNING if self.dtype is torch.float32 else logging.INFO, "%s: %s", name, why)
-        for_device(self.device).prepare_process()
+        ops = bitwise_for_device(self.device) if config.bitwise else for_device(self.device)
+        ops.prepare_process()
         spare_imports_from_collection()
         keep_freed_memory()
         self._test = SelfTest(self.model_dir, self.device, self.dtype, config)
         self.exchange = exchange
         self.model = CausalModel(
             self.model_dir,
-            self.device,
+            ops,
             self.dtype,
             is_tested=self._test.is_due,
             wanted_context=config.context_length,
@@ -85,7 +86,7 @@ class Engine:
             self.model,
             self.memory.limit,
             share_prefixes=config.share_prefixes,
-            captures=config.capture_passes,
+            captures=config.capture_passes and not config.bitwise,
         )
         self.sampler = Sampler(self.model, config, self.memory, self.model_dir)
         self.trainer.routing = self.sampler.routing

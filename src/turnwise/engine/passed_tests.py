@@ -29,8 +29,9 @@ TESTED_ROOMS = ("engine", "models")
 class PassedTests:
     """The record of one model, which may exist."""
 
-    def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype, wanted_context: int = 0) -> None:
-        self._facts = computing_facts(model_dir, device, dtype) | {"context": str(wanted_context)}
+    def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype, how: str = "") -> None:
+        """`how` says what else decides how the engine computes, in words."""
+        self._facts = computing_facts(model_dir, device, dtype) | {"how": how}
         key = hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()[:24]
         self.file = home() / "self_tests" / f"{key}.json"
 

@@ -72,7 +72,9 @@ class SelfTest:
     """The test of one model; it is due unless it is turned off, or took long and was passed before."""
 
     def __init__(self, model_dir: Path, device: torch.device, dtype: torch.dtype, config: EngineConfig) -> None:
-        self._passed = PassedTests(model_dir, device, dtype, config.context_length) if config.self_test else None
+        how = " ".join(name for name in ("context_length", "bitwise") if getattr(config, name))
+        how += str(config.context_length or "")
+        self._passed = PassedTests(model_dir, device, dtype, how) if config.self_test else None
         self.is_due = self._passed is not None and not self._passed.has_record()
 
     def check(self, engine: Engine) -> None:

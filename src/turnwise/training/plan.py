@@ -13,6 +13,7 @@ from turnwise.config.config import Config
 from turnwise.config.training import TrainConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
+from turnwise.engine.model.fused_parts import check_bitwise
 from turnwise.engine.threads import find_threads
 from turnwise.envs.base import Split
 from turnwise.envs.config import EnvConfig, OneWorld
@@ -64,6 +65,8 @@ def make_plan(
         facts.check_trained(config.model)
     if config.model.routing_replay and not config.model.base_url:
         facts.check_replay()
+    if engine.bitwise and device is not None:
+        check_bitwise(facts, device.facts, has_switch=facts.angle_switch is not None)
     if config.cluster.shard and device is not None:
         check_sharded(config, facts, device)
     train, evaluation, group_size = config.train, config.eval, attempts_per_task(config)

@@ -43,6 +43,22 @@ def test_every_sampled_token_is_compared(measured: dict[str, Any]) -> None:
         assert counts == {"batch_1": 6, "batch_4": 24, "dialogues": 54, "turn_3": 18}
 
 
+def test_in_bitwise_mode_every_logprob_is_the_same_number(measured: dict[str, Any]) -> None:
+    given = ("--batches", "1", "4", "--new-tokens=6", "--dialogues=3", "--turns=3", "--engine=bitwise=true")
+    exact = agreement.run(_arguments(*given))
+    cases = {name: case for name, case in exact.items() if isinstance(case, dict)}
+    assert set(cases) == {name for name in measured if name.startswith("unmerged_")}
+    for case in cases.values():
+        assert (case["equal_bits"], case["max_gap"], case["k2"]) == (1.0, 0.0, 0.0)
+    assert exact["adapter_k2"] > 0
+    assert measured["unmerged_dialogues"]["equal_bits"] < 1
+
+
+def test_an_unknown_option_of_the_engine_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no option engine\.bits"):
+        agreement.run(_arguments("--engine=bits=true"))
+
+
 def test_without_an_adapter_there_is_nothing_to_compare() -> None:
     with pytest.raises(ConfigError, match="--rank 0 leaves no adapter"):
         agreement.run(_arguments("--rank=0"))

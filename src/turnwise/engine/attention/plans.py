@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from turnwise.engine.ops import for_device
-from turnwise.engine.ops.interface import AttentionRule, CacheSlots, Saved
+from turnwise.engine.ops.interface import AttentionOps, AttentionRule, CacheSlots, Saved
 from turnwise.engine.ops.torch_attention import sink_gradients
 from turnwise.engine.sampling.kvcache import KvCache
 from turnwise.errors import ModelError
@@ -32,6 +32,10 @@ from turnwise.errors import ModelError
 ATTENTION_NAME = "turnwise"
 MOST_WINDOW_KEYS = 1 << 18
 """Keys that one call over windows gathers; more nodes are a call of their own, so that the copies stay small."""
+
+
+NO_WINDOW = 1 << 62
+"""A window that is longer than any path."""
 
 
 class AttentionPlan(Protocol):
@@ -174,6 +178,10 @@ class TreePlan:
             if start in ends:
                 path.append((start, stop))
         return found
+
+    def path_runs(self) -> list[WindowRun] | None:
+        """Every node over the whole path to it; None if no node has another one before it."""
+        return [_window_run(path, NO_WINDOW) for path in self.paths()] if self.levels else None
 
     def window_runs(self, window: int | None) -> list[WindowRun] | None:
         """The forest under a window; None if the window is at least as long as every path, and thus no window."""
@@ -340,11 +348,13 @@ class PagedPlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         self.cache.write(layer, self.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        return self.attend_written(layer, query, key, value, rule)
+        return self.attend_written(layer, (query, key, value), rule, for_device(query.device).attention)
 
-    def attend_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def attend_written(
+        self, layer: int, sides: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, attention: AttentionOps
+    ) -> Tensor:
         """Like `attend`, after the pass's keys and values are in the cache."""
-        attention = for_device(query.device).attention
+        query, key, value = sides
         if self.window is not None and (rule.window is None or rule.window > self.window):
             # The model's code and its config are read apart. Where they disagree, this would read freed blocks.
             raise ModelError(f"layer {layer} asks for window={rule.window}; its KV cache keeps {self.window} tokens")
@@ -409,8 +419,10 @@ class GroupedPlan:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         return self.of_layer(layer).attend(layer, query, key, value, rule)
 
-    def attend_written(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        return self.of_layer(layer).attend_written(layer, query, key, value, rule)
+    def attend_written(
+        self, layer: int, sides: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, attention: AttentionOps
+    ) -> Tensor:
+        return self.of_layer(layer).attend_written(layer, sides, rule, attention)
 
 
 def join_plans(plans: Sequence[PagedPlan], group_of: Sequence[int]) -> PagedPlan | GroupedPlan:

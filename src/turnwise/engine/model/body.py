@@ -50,8 +50,7 @@ from turnwise.engine.model.weight_gradients import (
     add_norm_gradient,
     add_product_gradient,
 )
-from turnwise.engine.ops import for_device
-from turnwise.engine.ops.interface import AttentionRule, FewRowOps, Heads, Rotation, Saved
+from turnwise.engine.ops.interface import AttentionRule, FewRowOps, Heads, Ops, Rotation, Saved
 from turnwise.models.blocks import BlockSpec
 from turnwise.models.facts import ModelSizes
 
@@ -115,7 +114,7 @@ class _KeptParts:
 class FusedBody:
     """Embedding, layers and last norm of one model; `supports` says whether a model can run here."""
 
-    def __init__(self, model: nn.Module, device: torch.device, sizes: ModelSizes) -> None:
+    def __init__(self, model: nn.Module, ops: Ops, sizes: ModelSizes) -> None:
         assert sizes.block is not None, "ask `supports` first"
         self._model: Any = model
         self.sizes = sizes
@@ -131,7 +130,7 @@ class FusedBody:
         """The frozen weights that were loaded."""
         self.groups = self.base.groups
         self._block_names = [block.names for block in blocks]
-        self.ops = for_device(device)
+        device, self.ops = ops.device, ops
         self._keeps_normed = self.ops.facts.keeps_normed_inputs
         self._angles = self._read_angles(device)
         self._anchor = torch.zeros(1, device=device, requires_grad=True)
@@ -354,7 +353,8 @@ class FusedBody:
         if isinstance(plan, TreePlan):
             return Saved(query, key, value, *self.ops.attention.tree_forward(query, key, value, plan, rule))
         assert isinstance(plan, PagedPlan | GroupedPlan), "sampling runs over a paged cache"
-        return Saved(query, key, value, plan.attend_written(index, query, key, value, rule), query)
+        sides = query, key, value
+        return Saved(*sides, plan.attend_written(index, sides, rule, self.ops.attention), query)
 
     def run_backward(self, dx: Tensor, kept: KeptPass) -> None:
         """Add the gradients of what is trained, from the gradient of the normed hidden states down to block

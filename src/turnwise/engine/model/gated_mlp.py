@@ -114,7 +114,7 @@ class GatedMlp:
 
     def forward(self, x_NH: Tensor, work: MlpPass) -> tuple[Tensor, KeptGatedMlp]:
         gate_up, low_gate_up = project(self.gate_up, x_NH, work.route, work.spans)
-        delta, low_down = project(self.down, _swiglu(gate_up, work.scratch), work.route, work.spans)
+        delta, low_down = project(self.down, _swiglu(gate_up, work), work.route, work.spans)
         return delta, KeptGatedMlp(low_gate_up, gate_up, low_down)
 
     def backward(
@@ -139,8 +139,8 @@ class GatedMlp:
         return GatedMlp(join(self.gate_up), join(self.down))
 
 
-def _swiglu(gate_up: Tensor, scratch: Scratch | None) -> Tensor:
-    layers = for_device(gate_up.device).layers
+def _swiglu(gate_up: Tensor, work: MlpPass) -> Tensor:
+    layers, scratch = work.route.ops_for(gate_up.device).layers, work.scratch
     if scratch is None:
         return layers.swiglu(gate_up)
     scratch.act = layers.swiglu(gate_up, room=scratch.act)

@@ -16,7 +16,7 @@ from turnwise.engine.attention.plans import ATTENTION_NAME, AttentionPlan, Group
 from turnwise.engine.model.body import FusedBody
 from turnwise.engine.model.expert_layers import EXPERTS_NAME, ExpertLayer, wrap_experts, wrap_routers
 from turnwise.engine.model.full import WeightLayout
-from turnwise.engine.model.fused_parts import check_split
+from turnwise.engine.model.fused_parts import check_bitwise, check_split
 from turnwise.engine.model.kept import PLAIN_STRETCH, KeptRoom, PassSizes
 from turnwise.engine.model.logits import finish_logits
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
@@ -27,7 +27,7 @@ from turnwise.engine.model.rotation import fix_rotation
 from turnwise.engine.model.routing import RecordedRouting
 from turnwise.engine.model.sharded import BASE_SOURCE, ShardedHead, ShardedWeights, ShardExchange, ShardLayout
 from turnwise.engine.model.trace import find_layers
-from turnwise.engine.ops import for_device
+from turnwise.engine.ops.interface import Ops
 from turnwise.engine.sampling.kvcache import KvShape
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.experts import ExpertSpec
@@ -52,7 +52,7 @@ class CausalModel:
     def __init__(
         self,
         directory: Path,
-        device: torch.device,
+        ops: Ops,
         dtype: torch.dtype,
         *,
         is_tested: bool = False,
@@ -62,17 +62,18 @@ class CausalModel:
         """Load the model.
 
         Args:
+            ops: what computes it, and on which device.
             is_tested: transformers runs a few tokens before anything is replaced, for the self-test.
             wanted_context: tokens of the longest sequence (`engine.context_length`); 0: the model's own.
             exchange: keeps a part of the weights only; the others are gathered over it.
         """
+        device = ops.device
         config = _read_config(directory)
         check_supported(config.to_dict())
         host = torch.device("cpu") if exchange is not None else device
         model = _load(directory, config, dtype) if not is_random(directory) else _draw(config, dtype, host)
         self.config, self.arch = config, type(model).__name__
-        self.device, self.dtype = device, dtype
-        self.ops = for_device(device)
+        self.device, self.dtype, self.ops = device, dtype, ops
         self.holder = RouteHolder()
         nn.Module.to(model.requires_grad_(False).eval(), host)
         self.max_context_length = context_length(config.to_dict(), wanted_context)
@@ -96,7 +97,8 @@ class CausalModel:
         self.body: nn.Module = model.base_model
         self.vocab_size = int(self.head.out_features)
         self.sizes = ModelSizes.read(config.to_dict(), self.vocab_size)
-        self.fused = FusedBody(self.body, device, self.sizes) if FusedBody.supports(self.sizes) else None
+        self._check_bitwise()
+        self.fused = FusedBody(self.body, self.ops, self.sizes) if FusedBody.supports(self.sizes) else None
         self._recomputed = RecomputedLayers(find_layers(self.body, self.sizes.num_layers), self.holder, device)
         self._room = KeptRoom()
         self.layout = _read_layout(model, self.head, self.fused)
@@ -107,6 +109,10 @@ class CausalModel:
         """How the weights are cut, if this process holds only a part of them."""
         self.eos_ids = _eos_ids(model)
         self.kv_shape = _kv_shape(self.sizes)
+
+    def _check_bitwise(self) -> None:
+        if self.ops.is_bitwise:
+            check_bitwise(self.sizes, self.ops.facts, has_switch=self.angle_switch is not None)
 
     @property
     def activation_dtype(self) -> torch.dtype:
@@ -194,7 +200,7 @@ class CausalModel:
         if isinstance(first, PagedPlan) and first.cache.choices is not None:
             route = replace(route, routing=RecordedRouting(first))
         if self.fused is not None:
-            return self.fused.hidden(input_ids, position_ids, plan, route, rows)
+            return self.fused.hidden(input_ids, position_ids, plan, self.computed(route), rows)
         self._recomputed.is_on = torch.is_grad_enabled() and not self._keeps_all(len(input_ids), route)
         inputs = {"input_ids": input_ids[None], "position_ids": position_ids[None]}
         settings = {"use_cache": False, "plan": plan, "return_dict": True}
@@ -215,7 +221,11 @@ class CausalModel:
 
     def logits(self, hidden: Tensor, route: Route) -> Tensor:
         """Logits [rows, V] of hidden states [rows, H]."""
-        return finish_logits(self.head.apply_route(hidden, route), self.sizes.logits)
+        return finish_logits(self.head.apply_route(hidden, self.computed(route)), self.sizes.logits)
+
+    def computed(self, route: Route) -> Route:
+        """The same route, computed as this model's engine computes."""
+        return replace(route, ops=self.ops) if self.ops.is_bitwise else route
 
     @contextmanager
     def routed(self, route: Route) -> Iterator[None]:

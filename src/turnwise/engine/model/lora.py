@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from turnwise.engine.model.ordered_low_rank import TILE_ROWS, add_in_order
 from turnwise.engine.ops import for_device
+from turnwise.engine.ops.interface import Ops
 from turnwise.models.linears import Shape, adapted_linears, check_kinds
 from turnwise.types import LoraConfig
 
 if TYPE_CHECKING:
     from turnwise.engine.model.full import FullRoute
 
-TILE_ROWS = 16
-"""Rows of a tile of a bank."""
 LORA_ALPHA = 32.0
 """The scale is alpha / rank, so that a good learning rate does not depend on the rank."""
 
@@ -155,6 +155,11 @@ class Route:
     """All weights of the model in place of the base's, for every token; then there are no spans."""
     routing: Routing | None = None
     """Whether the choice of experts is recorded or replayed; None: neither."""
+    ops: Ops | None = None
+    """What computes the pass; None: what the device usually does."""
+
+    def ops_for(self, device: torch.device) -> Ops:
+        return for_device(device) if self.ops is None else self.ops
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Route:
@@ -206,7 +211,8 @@ class LoraLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def apply_route(self, x_NI: Tensor, route: Route) -> Tensor:
-        linear = for_device(x_NI.device).products.linear
+        ops = route.ops_for(x_NI.device)
+        linear = ops.products.linear
         if route.full is not None:
             views = route.full.weights.views_of(self.name)
             return linear(x_NI, *views)
@@ -226,6 +232,10 @@ class LoraLinear(nn.Module):
         y = linear(x_NI, self.weight, self.bias)
         for span in spans:
             a, b = span.weights.pairs[self.name]
+            if ops.is_bitwise:
+                own = slice(0, self.out_features), (a.to(x_NI.dtype), b.to(x_NI.dtype))
+                add_in_order(x_NI, y, slice(span.start, span.stop), [own], span.weights.scale, ops)
+                continue
             low = x_NI[span.start : span.stop] @ a.to(x_NI.dtype).t()
             y[span.start : span.stop].addmm_(low, b.to(x_NI.dtype).t(), alpha=span.weights.scale)
         return y

@@ -17,14 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.engine.model.fused_parts import OUTPUT_BLOCK
 from turnwise.engine.model.load import CausalModel
-from turnwise.engine.model.lora import TILE_ROWS, BankRoute, LinearGroup, Policy
+from turnwise.engine.model.lora import BankRoute, LinearGroup, Policy
+from turnwise.engine.model.ordered_low_rank import (
+    MIN_RANK,
+    TILE_ROWS,
+    owners_of_outputs,
+    padded_rank,
+)
 from turnwise.engine.ops import for_device
 from turnwise.models.linears import Shape
 
 FIRST_SLOTS = 4
-MIN_RANK = 16
-OUTPUT_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class LoraBank:
         if is_larger or not adapted <= self._targets:
             self._targets |= adapted
             self._expert_rank = expert_rank
-            self._grow(len(wanted), 1 << (rank - 1).bit_length())
+            self._grow(len(wanted), padded_rank(rank))
         for version in wanted:
             if version in self._slot_of:
                 self._slot_of.move_to_end(version)
@@ -102,9 +107,7 @@ class LoraBank:
             if not self._targets & set(group.names):
                 continue
             num_out, num_in = group.weight.shape
-            owners = np.zeros(-(-num_out // OUTPUT_BLOCK), dtype=np.int32)
-            for index, bounds in enumerate(group.bounds.values()):
-                owners[bounds.start // OUTPUT_BLOCK :] = index
+            owners = owners_of_outputs(num_out, list(group.bounds.values()))
             self.banks[group.name] = GroupBank(
                 a=self._zeros(self._num_slots, len(group.names), rank, num_in),
                 b=self._zeros(self._num_slots, num_out, rank),

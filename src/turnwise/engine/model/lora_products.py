@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from turnwise.engine.model.lora import LinearGroup, Route
+from turnwise.engine.model.ordered_low_rank import add_in_order
 from turnwise.engine.ops import for_device
 from turnwise.engine.ops.interface import Ops, ProductOps
 
@@ -93,7 +94,7 @@ def project(
     group: LinearGroup, x_NI: Tensor, route: Route, spans: Sequence[SpanWeights]
 ) -> tuple[Tensor, list[Tensor]]:
     """x W' + b of a whole group with its adapters' parts, and each span's x A' [n, members * r]."""
-    ops = for_device(x_NI.device)
+    ops = route.ops_for(x_NI.device)
     whole = _whole_span(group, x_NI, spans, ops)
     if whole is not None:
         project_one = _project_joined if ops.facts.prefers_few_launches else _project_whole
@@ -107,6 +108,10 @@ def project(
     lows: list[Tensor] = []
     for span in spans:
         if not group.members(span.pairs):
+            continue
+        if ops.is_bitwise:
+            members = [(bounds, span.pairs.get(name)) for name, bounds in group.bounds.items()]
+            lows.append(add_in_order(x_NI, y_NO, slice(span.start, span.stop), members, span.scale, ops))
             continue
         low = ops.products.multiply(x_NI[span.start : span.stop], span.stacked(group).t())
         _write_parts(group, low, span, y_NO[span.start : span.stop], ops.products, is_added=True)

@@ -23,6 +23,9 @@ class PathPart(TreePlan):
     first: int = 0
     """How many keys are before it."""
 
+    def path_runs(self) -> list[WindowRun]:
+        return self.window_runs(None)
+
     def window_runs(self, window: int | None) -> list[WindowRun]:
         num_tokens = self.bounds[-1]
         begin = 0 if window is None else max(0, self.first - window + 1)

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
 
 @functools.cache
+def bitwise_for_device(device: torch.device) -> Ops:
+    """The ops with which sampler and trainer agree to the last bit, slower than the usual ones."""
+    usual = for_device(device)
+    if device.type == "cpu":
+        from turnwise.engine.ops.cpu_ops import make_bitwise
+    else:
+        from turnwise.engine.ops.cuda_ops import make_bitwise
+    return make_bitwise(usual)
+
+
+@functools.cache
 def for_device(device: torch.device) -> Ops:
     """The ops of a device. Asking at every call is cheap: the answer is cached."""
     if device.type == "cpu":

@@ -44,9 +44,9 @@ def tree_forward(
         return torch_attention.tree_forward(query, key, value, plan, rule)
     scale = rule.scale
     for run in plan.equal_runs():
-        part = _flash(*(_rows(side, run) for side in (query, key, value)), 0.0, True, scale=scale)
-        _rows(out, run).copy_(part[0])
-        _rows(logsumexp, run).copy_(part[1])
+        part = _flash(*(equal_rows(side, run) for side in (query, key, value)), 0.0, True, scale=scale)
+        equal_rows(out, run).copy_(part[0])
+        equal_rows(logsumexp, run).copy_(part[1])
     for q, k in plan.ancestors():
         part = _flash(query[:, :, q], key[:, :, k], value[:, :, k], 0.0, False, scale=scale)
         out[:, :, q], logsumexp[:, :, q] = merge(out[:, :, q], logsumexp[:, :, q], *part)
@@ -65,9 +65,9 @@ def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, rule: Attentio
         return grads
     scale = rule.scale
     for run in plan.equal_runs():
-        sides = (_rows(side, run) for side in (grad_out, query, key, value, out, logsumexp))
+        sides = (equal_rows(side, run) for side in (grad_out, query, key, value, out, logsumexp))
         for grad, piece in zip(grads, _flash_backward(*sides, 0.0, True, scale=scale), strict=True):
-            _rows(grad, run).copy_(piece)
+            equal_rows(grad, run).copy_(piece)
     for q, k in plan.ancestors():
         sides = (grad_out[:, :, q], query[:, :, q], key[:, :, k], value[:, :, k], out[:, :, q], logsumexp[:, :, q])
         parts = _flash_backward(*sides, 0.0, False, scale=scale)
@@ -88,12 +88,12 @@ def _attend_forest(sides: Saved, plan: TreePlan, rule: AttentionRule) -> None:
     """
     if (windowed := plan.window_runs(rule.window)) is not None:
         for one in windowed:
-            attend(_between(sides, one.rows, one.keys), rule, is_causal=True)
+            attend(rows_over_keys(sides, one.rows, one.keys), rule, is_causal=True)
         return
     for run in plan.equal_runs():
-        attend(Saved(*(_rows(side, run) for side in sides)), rule, is_causal=True)
+        attend(Saved(*(equal_rows(side, run) for side in sides)), rule, is_causal=True)
     for rows, keys in plan.ancestors():
-        attend(_between(sides, rows, keys), rule, is_causal=False, is_added=True)
+        attend(rows_over_keys(sides, rows, keys), rule, is_causal=False, is_added=True)
 
 
 def _attend_forest_backward(
@@ -106,7 +106,7 @@ def _attend_forest_backward(
             parts = grads[0][:, :, one.rows], *(_picked(grad, one.keys) for grad in grads[1:])
             attend_backward(
                 grad_out[:, :, one.rows],
-                _between(sides, one.rows, one.keys),
+                rows_over_keys(sides, one.rows, one.keys),
                 parts,
                 rule,
                 is_causal=True,
@@ -117,22 +117,22 @@ def _attend_forest_backward(
                     grad[:, :, one.keys] = part
         return
     for run in plan.equal_runs():
-        dq, dk, dv = (_rows(grad, run) for grad in grads)
-        own = Saved(*(_rows(side, run) for side in sides))
-        attend_backward(_rows(grad_out, run), own, (dq, dk, dv), rule, is_causal=True)
+        dq, dk, dv = (equal_rows(grad, run) for grad in grads)
+        own = Saved(*(equal_rows(side, run) for side in sides))
+        attend_backward(equal_rows(grad_out, run), own, (dq, dk, dv), rule, is_causal=True)
     for rows, keys in plan.ancestors():
         parts = grads[0][:, :, rows], grads[1][:, :, keys], grads[2][:, :, keys]
-        between = _between(sides, rows, keys)
+        between = rows_over_keys(sides, rows, keys)
         attend_backward(grad_out[:, :, rows], between, parts, rule, is_causal=False, is_added=True)
 
 
-def _rows(side: Tensor, run: EqualNodes) -> Tensor:
+def equal_rows(side: Tensor, run: EqualNodes) -> Tensor:
     """Neighbouring nodes of one length as a batch: [1, heads, tokens, ...] -> [count, heads, length, ...], a view."""
     span = side[0, :, run.start : run.start + run.count * run.length]
     return span.unflatten(1, (run.count, run.length)).transpose(0, 1)
 
 
-def _between(sides: Saved, rows: slice, keys: slice | Tensor) -> Saved:
+def rows_over_keys(sides: Saved, rows: slice, keys: slice | Tensor) -> Saved:
     """The queries of some rows over the keys of others, all heads-first."""
     query, key, value, out, logsumexp = sides
     sides_of_keys = _picked(key, keys), _picked(value, keys)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from turnwise.engine.ops import build, cpu, cpu_attention, cpu_head, cpu_layers, cpu_products, torch_draw, torch_layers
+from turnwise.engine.ops import (
+    build,
+    cpu,
+    cpu_attention,
+    cpu_bitwise,
+    cpu_head,
+    cpu_layers,
+    cpu_products,
+    torch_draw,
+    torch_layers,
+)
+from turnwise.engine.ops.bitwise_draw import draw_like
 from turnwise.engine.ops.facts import facts_of
 from turnwise.engine.ops.interface import DrawSettings, Ops, SoftmaxOps
 from turnwise.engine.ops.looped_experts import LoopedExperts
 from turnwise.engine.ops.transfer import HostTransfer
 from turnwise.engine.threads import use_allowed_threads
+from turnwise.errors import ConfigError
 
 
 def make_ops(device: torch.device) -> Ops:
@@ -25,6 +39,18 @@ def make_ops(device: torch.device) -> Ops:
         experts=LoopedExperts(cpu_products),
         transfer=HostTransfer(),
         prepare_process=use_allowed_threads,
+    )
+
+
+def make_bitwise(usual: Ops) -> Ops:
+    """The same in one order of sums for sampler and trainer; only the C kernels have one."""
+    if build.library() is None:
+        raise ConfigError(
+            "engine.bitwise=true on a CPU needs a C compiler ($CC, cc, gcc or clang) to build its kernels, and there "
+            "is none; install one, or leave it out"
+        )
+    return replace(
+        usual, is_bitwise=True, products=cpu_bitwise, attention=cpu_bitwise, draw=draw_like(usual), few_rows=None
     )
 
 

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from turnwise.engine.ops import cuda_attention, torch_draw, torch_layers, torch_products
+from turnwise.engine.ops.bitwise_draw import draw_like
 from turnwise.engine.ops.cuda_support import has_triton
 from turnwise.engine.ops.facts import facts_of
 from turnwise.engine.ops.interface import Captured, DrawSettings, Ops
 from turnwise.engine.ops.looped_experts import LoopedExperts
 from turnwise.engine.ops.transfer import PinnedTransfer
+from turnwise.errors import ConfigError
 
 LARGE_BYTES = 1 << 28
 
@@ -33,6 +35,17 @@ def make_ops(device: torch.device) -> Ops:
         new_graph_recorder=lambda: CudaGraphRecorder(device),
     )
     return _with_triton(plain) if has_triton() else plain
+
+
+def make_bitwise(usual: Ops) -> Ops:
+    """The same in one order of sums for sampler and trainer; only the Triton kernels have one."""
+    if not has_triton():
+        raise ConfigError("engine.bitwise=true on a GPU needs Triton, which does not run here; leave it out")
+    from turnwise.engine.ops import cuda_bitwise
+
+    return replace(
+        usual, is_bitwise=True, products=cuda_bitwise, attention=cuda_bitwise, draw=draw_like(usual), few_rows=None
+    )
 
 
 def _with_triton(plain: Ops) -> Ops:

@@ -374,11 +374,11 @@ class GraphRecorder(Protocol):
 
 
 class AddLowRank(Protocol):
-    """y += (x A') B' of every row's own adapter, in place (`triton_lora.add_low_rank`)."""
+    """y += (x A') B' of every row's own adapter, in place (`triton_lora.add_low_rank`); returns x A'."""
 
     def __call__(
         self, x_NI: Tensor, bank_a: Tensor, bank_b: Tensor, members: Tensor, tiles: Tensor, y_NO: Tensor
-    ) -> None: ...
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,3 +404,5 @@ class Ops:
     """None where steps cannot be captured."""
     prepare_process: Callable[[], None] = lambda: None
     """What a process does once before its engine uses the device."""
+    is_bitwise: bool = False
+    """Whether the numbers of a token depend on its own sequence alone, to the last bit (`engine.bitwise`)."""

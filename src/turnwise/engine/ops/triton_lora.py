@@ -74,8 +74,8 @@ def _expand_kernel(
         tl.store(at, total.to(y.dtype.element_ty), mask=mask)
 
 
-def add_low_rank(x_NI: Tensor, bank_a: Tensor, bank_b: Tensor, members: Tensor, tiles: Tensor, y_NO: Tensor) -> None:
-    """y += (x A') B' of every row's adapter, in place.
+def add_low_rank(x_NI: Tensor, bank_a: Tensor, bank_b: Tensor, members: Tensor, tiles: Tensor, y_NO: Tensor) -> Tensor:
+    """y += (x A') B' of every row's adapter, in place; returns x A' [N, members, R], unset at rows without a tile.
 
     Args:
         bank_a: [slots, members, R, I].
@@ -93,3 +93,4 @@ def add_low_rank(x_NI: Tensor, bank_a: Tensor, bank_b: Tensor, members: Tensor, 
     _expand_kernel[(num_tiles, triton.cdiv(num_out, OUTPUTS))](
         low, bank_b, tiles, members, y_NO, num_out, num_tiles, num_members, rank, TILE, OUTPUTS, precision
     )
+    return low

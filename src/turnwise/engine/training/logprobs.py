@@ -19,6 +19,7 @@ from torch import Tensor
 
 from turnwise.engine.model.logits import finish_logits, logit_slopes
 from turnwise.engine.model.lora import LoraLinear, Route
+from turnwise.engine.model.ordered_low_rank import add_in_order
 from turnwise.engine.ops import for_device
 from turnwise.engine.ops.interface import SoftmaxGradients
 from turnwise.engine.training.pack import Entries
@@ -84,7 +85,7 @@ class TargetHead:
         self.spans = _row_spans(head, route, entries)
         self.weight, self.bias = (head.weight, head.bias) if route.full is None else route.full.weights.head
         self._grads = None if route.full is None or route.full.grads is None else route.full.grads.head
-        self.ops = for_device(head.weight.device)
+        self.ops = route.ops_for(head.weight.device)
         is_wide = self.ops.facts.has_wide_activations
         self._fused = self.ops.softmax_for(torch.float32 if is_wide else self.weight.dtype)
 
@@ -117,6 +118,10 @@ class TargetHead:
     def _forward(self, hidden_RH: Tensor, rows: slice, picked: slice) -> _Chunk:
         logits = self.ops.products.linear(hidden_RH, self.weight, self.bias)
         for span in self._spans_in(rows):
+            if self.ops.is_bitwise:
+                own = slice(0, logits.shape[1]), (span.a.to(hidden_RH.dtype), span.b.to(hidden_RH.dtype))
+                add_in_order(hidden_RH, logits, slice(span.start, span.stop), [own], span.scale, self.ops)
+                continue
             low = hidden_RH[span.start : span.stop].to(span.a.dtype) @ span.a.t()
             logits[span.start : span.stop] += (low @ span.b.t()).mul_(span.scale).to(logits.dtype)
         logits = finish_logits(logits, self.rule)

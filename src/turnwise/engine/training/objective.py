@@ -155,7 +155,9 @@ class TokenLogprobs:
         return collate_columns(datums)
 
     def make_head(self, model: CausalModel, route: Route, entries: Entries, *, with_entropy: bool) -> PassHead:
-        return TargetHead(model.head, route, entries, with_entropy=with_entropy, rule=model.sizes.logits)
+        return TargetHead(
+            model.head, model.computed(route), entries, with_entropy=with_entropy, rule=model.sizes.logits
+        )
 
 
 TOKEN_LOGPROBS = TokenLogprobs()

@@ -13,6 +13,7 @@ from naive import make_model
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.load import CausalModel
+from turnwise.engine.ops import for_device
 from turnwise.errors import ConfigError, ModelError
 
 SMALL: dict[str, Any] = {
@@ -40,17 +41,17 @@ def test_an_attention_kind_that_is_not_supported_is_refused_by_name(
 ) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=named):
-        CausalModel(tmp_path, torch.device("cpu"), torch.float32)
+        CausalModel(tmp_path, for_device(torch.device("cpu")), torch.float32)
 
 
 def test_mistral_without_a_window_works(tmp_path: Path) -> None:
     make_model(MistralConfig(**SMALL, sliding_window=None), tmp_path)
-    assert CausalModel(tmp_path, torch.device("cpu"), torch.float32).vocab_size == 64
+    assert CausalModel(tmp_path, for_device(torch.device("cpu")), torch.float32).vocab_size == 64
 
 
 def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model that transformers can read"):
-        CausalModel(tmp_path, torch.device("cpu"), torch.float32)
+        CausalModel(tmp_path, for_device(torch.device("cpu")), torch.float32)
 
 
 def test_a_cache_too_small_for_anything_is_refused_before_use(tmp_path: Path) -> None:
