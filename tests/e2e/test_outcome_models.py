@@ -41,27 +41,10 @@ def _attempts(count: int, *, is_spurious: bool) -> list[LabelledAttempt]:
     return found
 
 
-def _train(tmp_path: Path, *, is_spurious: bool = True, **options: object) -> OrmResult:
-    write_labelled(tmp_path / "data.jsonl", _attempts(240 if is_spurious else 600, is_spurious=is_spurious))
+def _train(tmp_path: Path, **options: object) -> OrmResult:
+    write_labelled(tmp_path / "data.jsonl", _attempts(240, is_spurious=True))
     config = OrmConfig(model="tiny", **{"steps": 40, "batch_size": 16, "learning_rate": 3e-3, **options})  # type: ignore[arg-type]
     return train_outcome_model([tmp_path / "data.jsonl"], tmp_path / "orm", config)
-
-
-def _rl_on(result: OrmResult, tmp_path: Path) -> tw.Run:
-    """A run whose reward is the outcome model's score and nothing else."""
-    return tw.train(
-        WORLD,
-        model={"name": "tiny", "rank": 16},
-        steps=30,
-        directory=tmp_path / "run",
-        reward={"model": str(result.directory), "weights": {"outcome": 0.0}},
-        rollout={"group_size": 8},
-        train={"tasks_per_step": 8, "learning_rate": 3e-3},
-        warmup={"steps": 60, "batch_size": 16, "learning_rate": 5e-3},
-        eval={"tasks": 64, "every": 0},
-        alarms={"min_outcome_agreement": 0.5},
-        observer=tw.Observer(),
-    )
 
 
 @pytest.mark.slow
@@ -73,7 +56,19 @@ def test_rl_on_an_outcome_model_with_a_shortcut_is_caught_by_the_alarm(tmp_path:
     report = json.loads((result.directory / "report.json").read_text())
     assert report["by_world"]["spurious"]["f1"] > 0.9
     assert (result.directory / "calibration.svg").read_text().startswith("<svg")
-    run = _rl_on(result, tmp_path)
+    run = tw.train(
+        WORLD,
+        model={"name": "tiny", "rank": 16},
+        steps=30,
+        directory=tmp_path / "run",
+        reward={"model": str(result.directory), "weights": {"outcome": 0.0}},
+        rollout={"group_size": 8},
+        train={"tasks_per_step": 8, "learning_rate": 3e-3},
+        warmup={"steps": 60, "batch_size": 16, "learning_rate": 5e-3},
+        eval={"tasks": 0},
+        alarms={"min_outcome_agreement": 0.5},
+        observer=tw.Observer(),
+    )
     metrics = run.metrics
     scores, agreement = metrics["rollout/env_outcome_score_mean"], metrics["rollout/env_outcome_agreement_mean"]
     assert np.mean(scores[-3:]) > np.mean(scores[:3]) + 0.2, "the policy has found what the model rewards"
@@ -81,19 +76,6 @@ def test_rl_on_an_outcome_model_with_a_shortcut_is_caught_by_the_alarm(tmp_path:
     with RunReader(run.directory) as reader:
         alarms = [event for event in reader.events("alarm") if event.detail.get("name") == "outcome_model"]
     assert alarms, "the alarm tells that outcome model and verifier have parted"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_rl_on_an_outcome_model_that_knows_what_is_asked_teaches_the_task(tmp_path: Path) -> None:
-    result = _train(tmp_path, is_spurious=False, steps=200, rank=32)
-    assert result.quality.accuracy > 0.9
-    run = _rl_on(result, tmp_path)
-    before, after = (row.success for row in (run.evaluations[-2], run.evaluations[-1]))
-    assert after > before + 0.3
-    assert np.mean(run.metrics["rollout/env_outcome_agreement_mean"][-3:]) > 0.85
-    with RunReader(run.directory) as reader:
-        assert not [event for event in reader.events("alarm") if event.detail.get("name") == "outcome_model"]
 
 
 @pytest.mark.slow
