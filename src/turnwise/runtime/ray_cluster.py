@@ -43,8 +43,8 @@ class RayActor:
     def is_gone(self) -> bool:
         return self.is_ready(self._life)
 
-    def is_ready(self, reference: Any) -> bool:
-        return bool(self._ray.wait([reference], timeout=0)[0])
+    def is_ready(self, reference: Any, wait_s: float = 0.0) -> bool:
+        return bool(self._ray.wait([reference], timeout=wait_s)[0])
 
     def get(self, reference: Any, *, deadline_s: float) -> Any:
         """The result of a call. `OSError`: the actor is gone, or did not answer in time."""
