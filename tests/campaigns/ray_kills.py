@@ -77,13 +77,14 @@ class TwoNodes:
         head = {**self._node, "include_dashboard": False, **port}
         self.cluster = utils.Cluster(initialize_head=True, head_node_args=head)
         self.address = f"ray://127.0.0.1:{CLIENT_PORT}" if is_client else self.cluster.address
-        self._second = self.cluster.add_node(**self._node)
+        self._second = self.cluster.add_node(wait=False, **self._node)
+        self.cluster.wait_for_nodes(timeout=180)
 
     def lose_node(self) -> None:
         """Kill the second node; another one takes its place if the campaign goes on."""
         self.cluster.remove_node(self._second, allow_graceful=False)
         if self._replaces:
-            self._second = self.cluster.add_node(**self._node)
+            self._second = self.cluster.add_node(wait=False, **self._node)
 
     def shutdown(self) -> None:
         importlib.import_module("ray").shutdown()
@@ -180,7 +181,8 @@ class Killer(tw.Observer):
         self._kinds, self._remove_node, self._random = kinds, remove_node, random.Random(seed)
         self._progress = _Progress()
         self._is_done = threading.Event()
-        threading.Thread(target=self._kill_all, daemon=True).start()
+        self._error: Exception | None = None
+        threading.Thread(target=self._work, daemon=True).start()
 
     def message(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -193,6 +195,15 @@ class Killer(tw.Observer):
             progress.changed.notify_all()
         if progress.is_held and not self._is_done.wait(HANG_S):
             raise TimeoutError(f"only {self.killed} of {self._kinds} were killed in {HANG_S} s")
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            self._kill_all()
+        except Exception as error:  # noqa: BLE001 - the run raises it
+            self._error = error
+        self._is_done.set()
 
     def _kill_all(self) -> None:
         for number, kind in enumerate(self._kinds):
@@ -206,7 +217,6 @@ class Killer(tw.Observer):
                 os.kill(self._random.choice(_find_alive(VICTIMS[kind])), signal.SIGKILL)
             self.killed.append((kind, step))
             print(f"killed a {kind} after step {step}", file=sys.stderr, flush=True)
-        self._is_done.set()
 
     def _wait_for_a_step(self) -> None:
         progress = self._progress
