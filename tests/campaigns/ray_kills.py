@@ -155,7 +155,7 @@ def find(title: str) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Progress:
+class _EndedSteps:
     """Steps that have ended, for a thread that waits for the next one."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -179,7 +179,7 @@ class Killer(tw.Observer):
         self.killed: list[tuple[str, int]] = []
         """What was killed, and how many steps had ended then."""
         self._kinds, self._remove_node, self._random = kinds, remove_node, random.Random(seed)
-        self._progress = _Progress()
+        self._progress = _EndedSteps()
         self._is_done = threading.Event()
         self._error: Exception | None = None
         threading.Thread(target=self._work, daemon=True).start()

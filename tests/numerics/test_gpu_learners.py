@@ -15,7 +15,7 @@ from turnwise.engine.learners.sharded import ShardedEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-ON_GPU = CONFIG.model_copy(update={"device": "cuda"})
+ON_GPU = CONFIG.model_copy(update={"device": "cuda", "full_weights": True})
 TRAINED = (("lora", "grpo"), ("lora", "ppo"), ("full", "grpo"), ("full", "dpo"), ("critic", "critic"))
 NUM_STEPS = 5
 
