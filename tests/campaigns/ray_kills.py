@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,15 @@ class TwoNodes:
         self.cluster.wait_for_nodes(timeout=180)
 
     def lose_node(self) -> None:
-        """Kill the second node; another one takes its place if the campaign goes on."""
+        """Kill the second node; waits for it if it is being replaced."""
+        while self._second is None:
+            time.sleep(0.1)
         self.cluster.remove_node(self._second, allow_graceful=False)
-        if self._replaces:
+        self._second = None
+
+    def replace_node(self) -> None:
+        """Start another node in place of a lost one, if the campaign goes on. Ray wants the main thread for it."""
+        if self._second is None and self._replaces:
             self._second = self.cluster.add_node(wait=False, **self._node)
 
     def shutdown(self) -> None:
@@ -175,10 +181,10 @@ class Killer(tw.Observer):
     The run waits for it two steps before its end, so that every kill falls into the run, however fast the run is.
     """
 
-    def __init__(self, kinds: Sequence[str], remove_node: Callable[[], object], seed: int) -> None:
+    def __init__(self, kinds: Sequence[str], nodes: TwoNodes, seed: int) -> None:
         self.killed: list[tuple[str, int]] = []
         """What was killed, and how many steps had ended then."""
-        self._kinds, self._remove_node, self._random = kinds, remove_node, random.Random(seed)
+        self._kinds, self._nodes, self._random = kinds, nodes, random.Random(seed)
         self._progress = _EndedSteps()
         self._is_done = threading.Event()
         self._error: Exception | None = None
@@ -193,8 +199,12 @@ class Killer(tw.Observer):
             progress.ended_s.append(time.monotonic())
             progress.num_steps, progress.is_held = step, step >= num_steps - 2
             progress.changed.notify_all()
-        if progress.is_held and not self._is_done.wait(HANG_S):
-            raise TimeoutError(f"only {self.killed} of {self._kinds} were killed in {HANG_S} s")
+        ends_s = time.monotonic() + HANG_S
+        self._nodes.replace_node()
+        while progress.is_held and not self._is_done.wait(0.5):
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"only {self.killed} of {self._kinds} were killed in {HANG_S} s")
+            self._nodes.replace_node()
         if self._error is not None:
             raise self._error
 
@@ -212,7 +222,7 @@ class Killer(tw.Observer):
                 time.sleep(self._random.uniform(0.0, 1.5) * self._progress.step_s())
             step = self._progress.num_steps
             if kind == "node":
-                self._remove_node()
+                self._nodes.lose_node()
             else:
                 os.kill(self._random.choice(_find_alive(VICTIMS[kind])), signal.SIGKILL)
             self.killed.append((kind, step))
@@ -279,7 +289,7 @@ def run_campaign(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         tw.train(ECHO, directory=directory, overrides=[*options, f"train.seed={seed}"], observer=tw.Observer())
         calm.append(RunRecord.read(directory))
     nodes, rough = TwoNodes(args.cpus, replaces=args.kills.isdigit(), is_client=args.client), place / "rough"
-    killer = Killer(kinds, nodes.lose_node, args.seed)
+    killer = Killer(kinds, nodes, args.seed)
     options += ["train.seed=0", *cluster_options(args, len(kinds)), f"cluster.address={nodes.address}"]
     calm_s, started_s = time.monotonic() - started_s, time.monotonic()
     run = tw.train(ECHO, directory=rough, overrides=options, observer=killer)
