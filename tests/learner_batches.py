@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from naive import random_ids, rl_datum, run
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
+from turnwise.engine.learners.sharded import ShardedEngine
+from turnwise.engine.training.full_weights import FullWeights
+from turnwise.engine.training.sharded_weights import ShardedFullWeights
 from turnwise.engine.training.trainable import Trainable
 from turnwise.types import AdamParams, Datum, LoraConfig, ModelInput
 
@@ -53,3 +57,14 @@ def train(engine: Engine, trainable: Trainable, batch: str, steps: int) -> list[
         output = run(engine.forward_backward(trainable, datums, loss, settings))
         found.append({**output.metrics, **engine.optim_step(trainable, STEP)})
     return found
+
+
+def whole(engine: Engine, trainable: Trainable, name: str) -> torch.Tensor:
+    """The masters or the gradient of all learners in one flat tensor."""
+    flat = trainable.flat if name == "masters" else trainable.grad
+    if isinstance(trainable, ShardedFullWeights):
+        assert isinstance(engine, ShardedEngine)
+        return torch.cat([tensor.flatten() for tensor in engine.gather(trainable, name).values()])
+    if isinstance(trainable, FullWeights):
+        return torch.cat([tensor.flatten() for tensor in trainable.layout.views(flat).values()])
+    return flat

@@ -126,14 +126,22 @@ async def test_weights_of_another_run_or_process_are_refused_and_so_is_what_they
         await with_adapters.close()
 
 
-@pytest.mark.parametrize("trained", ["model.rank=8", "model.train=full"])
+SHARDED = ("cluster.learners=2", "cluster.shard=true")
+
+
+@pytest.mark.parametrize("trained", [
+    ("model.rank=8",),
+    ("model.train=full",),
+    ("model.rank=8", *SHARDED),
+    ("model.train=full", *SHARDED),
+])  # fmt: skip
 def test_a_run_publishes_whole_weights_and_an_evaluation_does_not(
-    vllm: Served, tmp_path: Path, trained: str, capsys: pytest.CaptureFixture[str]
+    vllm: Served, tmp_path: Path, trained: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "run"
     small = ("train.steps=2", "train.tasks_per_step=2", "rollout.group_size=6", "warmup.steps=2", "eval.tasks=0")
     options = (f"rollout.url={vllm.url}", "rollout.publish=weights", "engine.dtype=float32", "run.dialogues=0")
-    command = ["train", ECHO, f"model={vllm.model}", "rollout.backend=vllm", *small, *options, trained]
+    command = ["train", ECHO, f"model={vllm.model}", "rollout.backend=vllm", *small, *options, *trained]
     try:
         assert main([*command, f"run.dir={directory}"]) == 0
         capsys.readouterr()

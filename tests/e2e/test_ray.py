@@ -1,4 +1,4 @@
-"""Learners and env workers on a local Ray cluster of two nodes."""
+"""Learners, samplers and env workers on a local Ray cluster of two nodes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,23 @@ def test_a_run_that_loses_a_learner_a_sampler_and_a_node_ends_with_the_weights_o
         *("--kills", "learner,sampler,node", "--steps", "10", "--samplers", "1"),
         *("--learners", "3", "--min-learners", "2", "--cpus", "1"),
     )
-    assert found["state"] == "finished"
     assert found["killed"] == ["learner", "sampler", "node"]
     assert found["steps"] == 10
+    check_equal(found)
+
+
+def check_equal(found: dict[str, Any]) -> None:
+    """The run made what a run of one process makes that nobody touched."""
+    assert found["state"] == "finished"
     assert found["relative_error"] < 1e-5
-    assert (found["attempts_lost"], found["attempts_doubled"]) == (0, 0)
+    assert (found["attempts_lost"], found["attempts_doubled"], found["attempts_with_other_tokens"]) == (0, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(HANG_S + 500)
+@pytest.mark.usefixtures("tiny_dir")
+@pytest.mark.parametrize("trained", [("--kills", "learner"), ("--kills", "0", "--full")])
+def test_learners_with_parts_of_the_weights_are_actors_too(trained: tuple[str, ...]) -> None:
+    found = _campaign(*trained, "--shard", "--steps", "4", "--samplers", "1")
+    assert found["steps"] == 4
+    check_equal(found)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,37 @@ def test_a_learner_that_dies_is_named_and_nothing_hangs(model_dirs: dict[str, Pa
         engine.close()
         torch.set_num_threads(threads)
     assert processes_below(os.getpid()) - others == set()
+
+
+def test_a_learner_that_dies_while_it_starts_again_is_started_once_more(model_dirs: dict[str, Path]) -> None:
+    threads, others = torch.get_num_threads(), processes_below(os.getpid())
+    engine = ReplicatedEngine(model_dirs["llama"], CONFIG, ClusterConfig(learners=2, deadline_s=120), name="two")
+    alone = Engine(model_dirs["llama"], CONFIG, name="one")
+
+    def kill_beside(known: set[int]) -> int:
+        """Kill a learner as soon as one is there that is not known: it has not loaded its model by then."""
+        while not (found := processes_below(os.getpid()) - known):
+            time.sleep(0.01)
+        (learner,) = found
+        os.kill(learner, signal.SIGKILL)
+        return learner
+
+    try:
+        pair = [(one, create(one, "lora")) for one in (alone, engine)]
+        for one, trainable in pair:
+            run(one.forward_backward(trainable, TREES, "importance_sampling", None))
+        first = kill_beside(others)
+        killer = threading.Thread(target=kill_beside, args=({*others, first},))
+        killer.start()
+        for one, trainable in pair:
+            one.optim_step(trainable, STEP)
+        killer.join()
+        assert engine.num_restarts == 2
+        assert relative_error(pair[1][1].flat, pair[0][1].flat) < 1e-5
+    finally:
+        engine.close()
+        alone.close()
+        torch.set_num_threads(threads)
 
 
 def test_a_step_in_which_learners_die_ends_where_one_process_ends(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner_batches import BATCHES, CONFIG, STEP, TREES, create, train
+from learner_batches import BATCHES, CONFIG, STEP, TREES, create, train, whole
 from naive import relative_error, run
 from processes import processes_below
 from turnwise.config.files import load_config
@@ -23,7 +23,6 @@ from turnwise.engine.config import ClusterConfig
 from turnwise.engine.device_info import find_device
 from turnwise.engine.engine import Engine
 from turnwise.engine.learners.sharded import ShardedEngine
-from turnwise.engine.training.full_weights import FullWeights
 from turnwise.engine.training.sharded_weights import ShardedFullWeights
 from turnwise.engine.training.trainable import Trainable
 from turnwise.errors import CheckpointError, ConfigError, LearnerError
@@ -44,17 +43,6 @@ def engines(model_dirs: dict[str, Path]) -> Iterator[tuple[Engine, ShardedEngine
     yield one, two
     two.close()
     torch.set_num_threads(threads)
-
-
-def whole(engine: Engine, trainable: Trainable, name: str) -> torch.Tensor:
-    """The masters or the gradient of all learners in one flat tensor."""
-    flat = trainable.flat if name == "masters" else trainable.grad
-    if isinstance(trainable, ShardedFullWeights):
-        assert isinstance(engine, ShardedEngine)
-        return torch.cat([tensor.flatten() for tensor in engine.gather(trainable, name).values()])
-    if isinstance(trainable, FullWeights):
-        return torch.cat([tensor.flatten() for tensor in trainable.layout.views(flat).values()])
-    return flat
 
 
 @pytest.mark.parametrize(("kind", "batch"), [

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 loads.append(os.getloadavg()[0])
                 measured[case.name].append(_train(args, case, Path(place) / case.name))
             for case in CASES:
-                predicted[case.name].append(_predict(case, Path(place) / case.rates_of))
+                predicted[case.name].append(_predict(args, case, Path(place) / case.rates_of))
     found: dict[str, Any] = {
         "bench": "simulation",
         "model": args.model,
@@ -92,10 +92,11 @@ def _train(args: argparse.Namespace, case: SimulatedCase, directory: Path) -> fl
         return statistics.fmean([value for _, value in stored.metric("time/step_s")][case.lag + 1 :])
 
 
-def _predict(case: SimulatedCase, rates_of: Path) -> float:
+def _predict(args: argparse.Namespace, case: SimulatedCase, rates_of: Path) -> float:
+    """The same for a simulated run of as many steps, whose groups are those of the run with the rates."""
     from turnwise.training.simulation import simulate
     from turnwise.training.simulation_rates import read_measured_run
 
     known = read_measured_run(rates_of)
     shape = replace(known.shape, max_staleness=case.lag, is_colocated=not case.is_separate)
-    return simulate(known.rates, shape, num_steps=100).step_s
+    return simulate(known.rates, shape, num_steps=args.steps - case.lag - 1).step_s

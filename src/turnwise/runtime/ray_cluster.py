@@ -8,6 +8,12 @@ from typing import Any
 
 from turnwise.errors import ConfigError
 
+LOST = (
+    *("RayActorError", "RaySystemError", "NodeDiedError", "WorkerCrashedError", "ObjectLostError"),
+    *("ActorPlacementGroupRemoved", "ActorUnschedulableError"),
+)
+"""Errors of Ray that say that an actor, its node or its answer is gone."""
+
 
 def connect_ray(address: str) -> Any:
     """Join the cluster at `cluster.address`. Returns the module `ray`."""
@@ -43,17 +49,17 @@ class RayActor:
     def is_gone(self) -> bool:
         return self.is_ready(self._life)
 
-    def is_ready(self, reference: Any) -> bool:
-        return bool(self._ray.wait([reference], timeout=0)[0])
+    def is_ready(self, reference: Any, wait_s: float = 0.0) -> bool:
+        return bool(self._ray.wait([reference], timeout=wait_s)[0])
 
     def get(self, reference: Any, *, deadline_s: float) -> Any:
-        """The result of a call. `OSError`: the actor is gone, or did not answer in time."""
+        """The result of a call. `OSError`: the actor or its answer is gone, or did not come in time."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference, timeout=deadline_s)
         except errors.GetTimeoutError as cause:
             raise OSError(f"no answer within {deadline_s:g} s") from cause
-        except (errors.RayActorError, errors.RaySystemError, errors.NodeDiedError) as cause:
+        except tuple(getattr(errors, name) for name in LOST) as cause:
             raise OSError(str(cause).splitlines()[0]) from cause
 
     def kill(self) -> None:

@@ -249,7 +249,7 @@ class Simulation:
 
     def _admit(self) -> None:
         entries, size = self._pool.admit(ENDLESS), self._shape.group_size
-        drawn = self._rates.draw_groups(self._random, len(entries), size)
+        drawn = self._rates.draw_groups(self._random, [entry.plan.number for entry in entries], size)
         for entry, attempts in zip(entries, drawn, strict=True):
             group = _SimulatedGroup(entry, attempts, num_left=size)
             self._groups[entry.plan.number] = group

@@ -24,8 +24,9 @@ class AttemptShape:
     """Seconds in calls of the env, all turns together."""
 
 
-DrawGroups = Callable[[Random, int, int], Sequence[Sequence[AttemptShape]]]
-"""Draws the attempts of groups that are dealt at the same time, given how many groups, and attempts of each."""
+DrawGroups = Callable[[Random, Sequence[int], int], Sequence[Sequence[AttemptShape]]]
+"""Draws the attempts of groups that are dealt at the same time, given the groups' numbers, and how many attempts each
+has."""
 
 
 def lognormal_groups(*, turns: int, tokens_per_turn: float, env_median_s: float, env_p99_s: float) -> DrawGroups:
@@ -42,20 +43,22 @@ def lognormal_groups(*, turns: int, tokens_per_turn: float, env_median_s: float,
             env_s = sum(env_median_s * math.exp(sigma * random.gauss(0, 1)) for _ in range(turns))
         return AttemptShape(turns, turns * tokens_per_turn, env_s)
 
-    return lambda random, count, size: [[draw(random) for _ in range(size)] for _ in range(count)]
+    return lambda random, numbers, size: [[draw(random) for _ in range(size)] for _ in numbers]
 
 
 def recorded_groups(steps: Sequence[Sequence[Sequence[AttemptShape]]]) -> DrawGroups:
-    """Groups as a run played them, whole steps at a time: what was slow together stays together.
+    """Groups as a run played them and in its order, and then whole steps at random: what was slow together stays
+    together.
 
     Attempts of one group often start in the same world, and all attempts of a step share how busy the machine was.
     """
+    played = [group for step in steps for group in step]
 
-    def draw(random: Random, count: int, size: int) -> list[Sequence[AttemptShape]]:
-        groups: list[Sequence[AttemptShape]] = []
-        while len(groups) < count:
+    def draw(random: Random, numbers: Sequence[int], size: int) -> list[Sequence[AttemptShape]]:
+        groups = [played[number] for number in numbers if number < len(played)]
+        while len(groups) < len(numbers):
             step = random.choice(steps)
             groups += random.sample(step, len(step))
-        return [group if len(group) == size else random.choices(group, k=size) for group in groups[:count]]
+        return [group if len(group) == size else random.choices(group, k=size) for group in groups[: len(numbers)]]
 
     return draw

@@ -27,8 +27,9 @@ class MeasuredRun:
     rates: MeasuredRates
     shape: ClusterShape
     step_s: float
-    """Mean seconds of a step, without the first one, which also starts things up."""
+    """Mean seconds of a step, without the first ones, which start things up and fill the pool."""
     num_steps: int
+    """Without those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +53,15 @@ def read_measured_run(path: str | Path, *, publish_s: float = 0.0) -> MeasuredRu
     """
     with RunReader(path) as run:
         config = config_from_yaml(run.config_yaml, str(run.directory))
-        steps = [step for step, _ in run.metric("time/step_s")][1:]
+        played, num_first = [step for step, _ in run.metric("time/step_s")], config.train.max_staleness + 1
+        steps = played[num_first:]
         if len(steps) < 2:
-            raise ConfigError(f"{run.directory} has {len(steps) + 1} steps with times; at least 3 are needed")
+            raise ConfigError(
+                f"{run.directory} has {len(played)} steps with times; at least {num_first + 2} are needed"
+            )
         _check_is_modelled(config)
         sums = _add_up(run, steps)
-        groups = _read_groups(run, steps, sums)
+        groups = _read_groups(run, played, sums)
     cluster, is_local = config.cluster, config.rollout.backend == "local"
     num_samplers = cluster.samplers if is_local else max(1, len(config.rollout.url))
     is_colocated = not cluster.has_own_samplers if is_local else config.rollout.placement == "colocated"

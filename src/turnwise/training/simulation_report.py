@@ -106,15 +106,15 @@ def _changes(rates: MeasuredRates, shape: ClusterShape) -> Iterable[tuple[str, M
 
 
 def _with_fast_envs(draw: DrawGroups) -> DrawGroups:
-    def draw_fast(random: Random, count: int, size: int) -> list[list[AttemptShape]]:
-        return [[replace(one, env_s=one.env_s / 2) for one in group] for group in draw(random, count, size)]
+    def draw_fast(random: Random, numbers: Sequence[int], size: int) -> list[list[AttemptShape]]:
+        return [[replace(one, env_s=one.env_s / 2) for one in group] for group in draw(random, numbers, size)]
 
     return draw_fast
 
 
-def check_against(run: MeasuredRun, *, seed: int = 0, num_steps: int = 50) -> dict[str, float]:
+def check_against(run: MeasuredRun, *, seed: int = 0) -> dict[str, float]:
     """The seconds of a step of the run itself, simulated and measured."""
-    predicted = simulate(run.rates, run.shape, num_steps=num_steps, seed=seed).step_s
+    predicted = simulate(run.rates, run.shape, num_steps=run.num_steps, seed=seed).step_s
     return {"predicted_s": predicted, "measured_s": run.step_s, "error": predicted / run.step_s - 1}
 
 

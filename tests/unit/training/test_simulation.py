@@ -8,7 +8,7 @@ import pytest
 from command_line import run_here
 from turnwise.errors import ConfigError
 from turnwise.training.simulation import ClusterShape, MeasuredRates, simulate
-from turnwise.training.simulation_attempts import lognormal_groups
+from turnwise.training.simulation_attempts import AttemptShape, lognormal_groups, recorded_groups
 
 TOKENS = 100.0
 """Sampled tokens of an attempt: two turns of 50."""
@@ -58,6 +58,13 @@ def test_slow_envs_bound_a_run_by_littles_law() -> None:
         assert forecast.step_s == pytest.approx(20 * mean_s / num_places, rel=0.05), "attempts = rate x time in flight"
         assert forecast.env_idle < 0.05
         assert forecast.sampler_idle > 0.9
+
+
+def test_groups_of_a_run_come_in_the_order_in_which_it_played_them() -> None:
+    steps = [[[AttemptShape(1, 10.0, env_s)] * 5] * 4 for env_s in (50.0, 2.0, 6.0)]
+    played = replace(rates(sampler=1e9), trainer=1e9, draw_groups=recorded_groups(steps))
+    assert simulate(played, shape(), num_steps=2).step_s == pytest.approx((2 + 6) / 2), "without the first step"
+    assert simulate(played, shape(), num_steps=200).step_s == pytest.approx(58 / 3, rel=0.3), "and then at random"
 
 
 def test_the_rate_of_a_sampler_follows_its_measured_points() -> None:

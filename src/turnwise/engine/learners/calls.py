@@ -38,6 +38,11 @@ class LearnerSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class MeetCall:
+    """Join the other learners. All of them have loaded their models."""
+
+
+@dataclass(frozen=True, slots=True)
 class CreateCall:
     """Make a trainable under this number; its values come from rank 0."""
 
@@ -121,7 +126,8 @@ class RunReply:
 
 
 LearnerCall = (
-    CreateCall
+    MeetCall
+    | CreateCall
     | TakeStateCall
     | DropCall
     | RunCall

@@ -22,6 +22,8 @@ dist: Any = torch.distributed  # stores and groups have no type stubs
 Backend = Literal["nccl", "gloo"]
 START_DEADLINE_S = 300.0
 """Seconds for a learner to load its model."""
+MEET_S = 60.0
+"""Seconds for learners that have loaded their models to find each other."""
 MAX_ELEMENTS = 1 << 26
 """Numbers in one message, so that no backend needs a second copy of a large tensor."""
 
@@ -34,13 +36,15 @@ class LearnerCollective:
         self._deadline = timedelta(seconds=deadline_s)
         prefixed = dist.PrefixStore(backend, store)
         make = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
-        # To meet, the others must have loaded their models; each call then has the deadline.
-        start = max(self._deadline, timedelta(seconds=START_DEADLINE_S))
-        self._group: Any = make(prefixed, rank, size, start)
+        meet = timedelta(seconds=MEET_S)
+        self._group: Any = make(prefixed, rank, size, meet)
         self._store = store
         self._messages: Any = None  # numbers on the host, while the group moves tensors of the device
         if backend == "nccl":
-            self._messages = dist.ProcessGroupGloo(dist.PrefixStore("messages", store), rank, size, start)
+            self._messages = dist.ProcessGroupGloo(dist.PrefixStore("messages", store), rank, size, meet)
+        for group in (self._group, self._messages):
+            if group is not None:
+                group._set_default_timeout(self._deadline)  # a group's own limit would end a longer call
 
     def sum(self, tensor: Tensor) -> None:
         """Replace the tensor on every rank by the sum of all ranks'; every rank gets the same bits."""
@@ -97,13 +101,12 @@ def choose_backend(device: torch.device, size: int, *, is_on_one_machine: bool) 
     return "nccl" if has_own and dist.is_nccl_available() else "gloo"
 
 
-def lead_store(host: str, size: int, *, deadline_s: float) -> Any:
+def lead_store(host: str, size: int) -> Any:
     """The place where the ranks of a group find each other; rank 0 makes it, on a port that is free."""
-    wait = timedelta(seconds=max(deadline_s, START_DEADLINE_S))
+    wait = timedelta(seconds=START_DEADLINE_S)
     return dist.TCPStore(host, 0, size, is_master=True, timeout=wait, wait_for_workers=False)
 
 
-def join_store(host: str, port: int, size: int, *, deadline_s: float) -> Any:
+def join_store(host: str, port: int, size: int) -> Any:
     """The place that rank 0 has made."""
-    wait = timedelta(seconds=max(deadline_s, START_DEADLINE_S))
-    return dist.TCPStore(host, port, size, is_master=False, timeout=wait)
+    return dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=START_DEADLINE_S))

@@ -50,7 +50,9 @@ class LearnerPeer(Protocol):
 
     def send(self, message: object) -> None: ...
 
-    def has_answer(self) -> bool: ...
+    def has_answer(self, wait_s: float = 0.0) -> bool:
+        """Whether its answer is there, or comes within so many seconds."""
+        ...
 
     def receive(self) -> tuple[str, Any]: ...
 
@@ -116,8 +118,8 @@ class ProcessPeer:
     def send(self, message: object) -> None:
         self.connection.send(message)
 
-    def has_answer(self) -> bool:
-        return self.connection.poll(0)
+    def has_answer(self, wait_s: float = 0.0) -> bool:
+        return self.connection.poll(wait_s)
 
     def receive(self) -> tuple[str, Any]:
         try:
@@ -186,15 +188,13 @@ class LearnerGroup:
             raise
 
     def wait_until_ready(self) -> dict[int, Any]:
-        """Wait for every learner's model, and return what each says of it by rank; call it after rank 0 has joined the
-        collective's store."""
+        """Wait for every learner's model, and return what each says of it by rank."""
         work = self.answers("load the model", deadline_s=START_DEADLINE_S)
         while True:
             try:
                 next(work)
             except StopIteration as done:
                 return done.value
-            time.sleep(POLL_S)
 
     def call(self, rank: int, call: LearnerCall) -> None:
         """Send a call to one learner; `answers` collects what all learners answer."""
@@ -240,7 +240,7 @@ class LearnerGroup:
                 self._fail(waiting[0], what)
             if waiting:
                 yield
-                time.sleep(POLL_S)
+                self._has_answer(waiting[0], what, POLL_S)
         return found
 
     def sampler_link(self, rank: int) -> SamplerLink | None:
@@ -280,9 +280,9 @@ class LearnerGroup:
             peer.end()
         self._peers = []
 
-    def _has_answer(self, peer: LearnerPeer, what: str) -> bool:
+    def _has_answer(self, peer: LearnerPeer, what: str, wait_s: float = 0.0) -> bool:
         try:
-            return peer.has_answer()
+            return peer.has_answer(wait_s)
         except (OSError, EOFError):
             self._fail(peer, what)
 

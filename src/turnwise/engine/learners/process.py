@@ -23,6 +23,7 @@ from turnwise.engine.learners.calls import (
     KeepVersionCall,
     LearnerCall,
     LearnerSetup,
+    MeetCall,
     RunCall,
     RunReply,
     ServeCall,
@@ -57,11 +58,14 @@ class LearnerProcess:
             lambda: Engine(setup.model_dir, setup.engine, name=name, exchange=rounds), name=name
         )
         self._engine = self._worker.engine
-        store = join_store(setup.store_host, setup.store_port, setup.size, deadline_s=setup.deadline_s)
-        self._ranks = LearnerCollective(store, setup.rank, setup.size, setup.backend, deadline_s=setup.deadline_s)
-        if self._rounds is not None:
-            self._rounds.connect(self._ranks)
+        self._setup = setup
+        self._met: LearnerCollective | None = None
         self._trainables: dict[int, Trainable] = {}
+
+    @property
+    def _ranks(self) -> LearnerCollective:
+        assert self._met is not None, "rank 0 lets all meet before anything else"
+        return self._met
 
     @property
     def num_base_bytes(self) -> int:
@@ -77,6 +81,8 @@ class LearnerProcess:
 
     def _answer(self, call: LearnerCall) -> Work[object]:
         match call:
+            case MeetCall():
+                self._meet()
             case CreateCall(number, kind, lora):
                 self._trainables[number] = create(self._engine, kind, lora, number)
             case TakeStateCall(number):
@@ -91,6 +97,13 @@ class LearnerProcess:
             case _:
                 return (yield from self._answer_about_parts(call))
         return None
+
+    def _meet(self) -> None:
+        setup = self._setup
+        store = join_store(setup.store_host, setup.store_port, setup.size)
+        self._met = LearnerCollective(store, setup.rank, setup.size, setup.backend, deadline_s=setup.deadline_s)
+        if self._rounds is not None:
+            self._rounds.connect(self._met)
 
     def _answer_about_parts(self, call: LearnerCall) -> Work[object]:
         """Calls to learners that hold the weights in parts."""

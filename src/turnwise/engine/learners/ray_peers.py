@@ -70,8 +70,8 @@ class RayPeer:
             raise OSError("the actor is gone")
         self._answer = self._actor.handle.answer.remote(message)
 
-    def has_answer(self) -> bool:
-        return self._actor.is_ready(self._answer)
+    def has_answer(self, wait_s: float = 0.0) -> bool:
+        return self._actor.is_ready(self._answer, wait_s)
 
     def receive(self) -> tuple[str, Any]:
         try:

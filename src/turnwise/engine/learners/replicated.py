@@ -32,6 +32,7 @@ from turnwise.engine.learners.calls import (
     DropCall,
     LearnerCall,
     LearnerSetup,
+    MeetCall,
     RunCall,
     RunReply,
     StepCall,
@@ -276,6 +277,8 @@ class ReplicatedEngine(Engine):
             try:
                 return self._start_learners()
             except LearnerError as error:
+                if isinstance(error, LearnerLostError) and self._num_restarts < self._cluster.max_restarts:
+                    raise  # it died while it started: that is one more loss
                 if self._size <= max(fewest, 1):
                     raise LearnerError(
                         f"{lost}. {KEPT}; it did not start again ({error}), and cluster.min_learners={fewest} is the "
@@ -377,7 +380,7 @@ class ReplicatedEngine(Engine):
         world = read_world()
         is_near = not self._cluster.uses_ray and (world is None or world.is_on_one_machine)
         backend = choose_backend(self.device, max(size, self._cluster.num_devices), is_on_one_machine=is_near)
-        store = lead_store(place.host, size, deadline_s=deadline_s)
+        store = lead_store(place.host, size)
 
         def make_setup(rank: int) -> LearnerSetup:
             return LearnerSetup(
@@ -395,11 +398,15 @@ class ReplicatedEngine(Engine):
             )
 
         self._group = LearnerGroup(make_setup, size, deadline_s=deadline_s, start_peer=place.start_peer)
+        # They meet when all have loaded their models, so that one that dies before is missed at once.
+        self.base_bytes = {0: self.model.num_base_bytes, **self._group.wait_until_ready()}
+        for rank in range(1, size):
+            self._group.call(rank, MeetCall())
         try:
             self._collective = LearnerCollective(store, 0, size, backend, deadline_s=deadline_s)
         except RuntimeError as cause:
             self._group.fail_all("meet", cause)
-        self.base_bytes = {0: self.model.num_base_bytes, **self._group.wait_until_ready()}
+        finish_work(self._group.answers("meet"))
 
 
 def _prepare(config: EngineConfig, cluster: ClusterConfig) -> tuple[EngineConfig, dict[str, str]]:

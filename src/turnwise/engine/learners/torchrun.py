@@ -53,8 +53,8 @@ class TorchrunPeer:
     def send(self, message: object) -> None:
         self._connection.send(message)
 
-    def has_answer(self) -> bool:
-        return self._connection.poll(0)
+    def has_answer(self, wait_s: float = 0.0) -> bool:
+        return self._connection.poll(wait_s)
 
     def receive(self) -> tuple[str, Any]:
         try:
