@@ -79,8 +79,9 @@ def test_attention_has_the_same_bits_decoded_read_and_trained(
     key, value = (torch.randn(1, kv_heads, length, size, device=CUDA, dtype=dtype) for _ in range(2))
     alone = pack([tokens], [0])
     out, logsumexp = attention.tree_forward(query, key, value, alone.plan, rule)
-    wide = [side.double() for side in (query, key, value)]
-    exact = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=rule.scale, enable_gqa=True)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), is_causal=True, scale=rule.scale, enable_gqa=True
+    )
     assert relative_error(out[0].double(), exact[0].transpose(0, 1)) < (8e-3 if dtype is torch.bfloat16 else 1e-5)
     assert torch.isfinite(logsumexp).all()
 
@@ -88,12 +89,12 @@ def test_attention_has_the_same_bits_decoded_read_and_trained(
     tree = pack([tokens, other], [0, 1])
     assert tree.plan.levels, "the two share a beginning"
     index = torch.from_numpy(dict(zip(tree.members, tree.packed_index, strict=True))[0]).to(CUDA)
-    sides = [
+    wide_query, wide_key, wide_value = (
         torch.randn(1, side.shape[1], tree.num_tokens, size, device=CUDA, dtype=dtype) for side in (query, key, key)
-    ]
-    for side, own in zip(sides, (query, key, value), strict=True):
+    )
+    for side, own in ((wide_query, query), (wide_key, key), (wide_value, value)):
         side[:, :, index] = own
-    shared, _ = attention.tree_forward(*sides, tree.plan, rule)
+    shared, _ = attention.tree_forward(wide_query, wide_key, wide_value, tree.plan, rule)
     assert torch.equal(shared[:, index], out)
 
     shape = KvShape(num_layers=1, num_kv_heads=kv_heads, head_size=size, windows=(None,), group_of=(0,))

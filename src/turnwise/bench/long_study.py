@@ -69,7 +69,7 @@ class Study:
 
 PPO = ("method=ppo",)
 PRETRAINED = ("critic.pretrain_steps=3", "critic.pretrain_updates=8")
-RAW = "method.calibrate=false"
+CALIBRATED = "method.calibrate=true"
 CELLS = {"16 cells": 2, "24 cells": 3, "60 cells": 5, "100 cells": 7, "200 cells": 10}
 FORM = (
     *("workflow", "env.options.level=3", "rollout.max_trajectory_tokens=420", "train.tasks_per_step=6"),
@@ -89,10 +89,13 @@ STUDIES: Mapping[str, Study] = {
             "grpo, whole attempts": ("method.credit=trajectory",),
             "gigpo": ("method=gigpo",),
             "ppo": (*PPO, "critic.pretrain_steps=0"),
-            "ppo, plain returns": (*PPO, "critic.pretrain_steps=0", "method.policy_lambda=1.0"),
-            "ppo, not calibrated": (*PPO, "critic.pretrain_steps=0", RAW),
-            "ppo, not calibrated, pre-trained": (*PPO, *PRETRAINED, RAW),
-            "vapo": (*PPO, *PRETRAINED, "method.positive_nll=0.1"),
+            "ppo, pre-trained": (*PPO, *PRETRAINED),
+            "ppo, calibrated": (*PPO, "critic.pretrain_steps=0", CALIBRATED),
+            "ppo, calibrated, plain returns": (
+                *(*PPO, "critic.pretrain_steps=0", CALIBRATED),
+                "method.policy_lambda=1.0",
+            ),
+            "vapo": (*PPO, *PRETRAINED, CALIBRATED, "method.positive_nll=0.1"),
         },
         tokens=120_000,
         horizons={cells: (f"env.options.level={level}",) for cells, level in CELLS.items()},

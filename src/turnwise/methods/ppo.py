@@ -70,7 +70,7 @@ class Ppo:
         )
         whiten: bool = Field(default=False, description="Scale a step's advantages to mean 0 and deviation 1.")
         calibrate: bool = Field(
-            default=True,
+            default=False,
             description="Correct the critic's values by a line that is fitted to the other attempts of the batch.",
         )
         positive_nll: float = Field(

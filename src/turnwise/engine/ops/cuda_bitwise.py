@@ -33,8 +33,8 @@ def tree_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output [1, N, H, D] and log-sum-exp [1, H, N] of a packed forest: each node over its whole path at once."""
     tiles = forest_tiles(plan, _queries_per_tile(query, key), for_device(query.device).transfer)
-    sides = (side[0].transpose(0, 1) for side in (query, key, value))
-    out, sums = _attend(*sides, tiles, rule, with_sums=True)
+    query, key, value = (side[0].transpose(0, 1) for side in (query, key, value))
+    out, sums = _attend(query, key, value, tiles, rule, with_sums=True)
     return out[None], sums[None]
 
 

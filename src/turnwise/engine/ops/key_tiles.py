@@ -87,4 +87,5 @@ def _upload(runs: Sequence[Run], num_queries: int, block_size: int, transfer: Tr
     tiles = np.concatenate(parts, axis=1)
     tiles = np.ascontiguousarray(tiles[:, np.argsort(-tiles[2], kind="stable")], dtype=np.int32)
     table = np.concatenate([blocks for *_, blocks in runs]).astype(np.int32)
-    return KeyTiles(*transfer.upload_all([tiles, table]), block_size)
+    on_device, table_on_device = transfer.upload_all([tiles, table])
+    return KeyTiles(on_device, table_on_device, block_size)
