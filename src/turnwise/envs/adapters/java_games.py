@@ -61,7 +61,12 @@ class JavaHost:
         self._py4j = import_peer("py4j.java_gateway", extra=extra)
         self._holders = 0
         self._closing: threading.Timer | None = None
-        classes = os.pathsep.join([self._py4j.find_jar_path(), str(jar)])
+        bridge = self._py4j.find_jar_path()
+        if not bridge:
+            raise ConfigError(
+                "py4j is installed without its Java part, py4j.jar; install it again with: pip install py4j"
+            )
+        classes = os.pathsep.join([bridge, str(jar)])
         options = ["--die-on-broken-pipe", "--enable-auth", "0"]
         self.process = subprocess.Popen(
             [find_java(), _MEMORY, "-XX:+UseSerialGC", "-cp", classes, "py4j.GatewayServer", *options],

@@ -42,7 +42,7 @@ from turnwise.envs.adapters.tau2_tools import (
     check_package,
     digest_of,
     gold_actions,
-    gold_digest,
+    gold_changes,
     is_read_only,
     is_same_call,
     read_cases,
@@ -193,7 +193,7 @@ def is_solved(
     criteria = case["evaluation_criteria"]
     if domain != "telecom":
         facts: Sequence[str] = criteria.get("communicate_info") or ()
-        return all(is_told(fact, said) for fact in facts) and state.digest() == gold_digest(domain, case["id"])
+        return all(is_told(fact, said) for fact in facts) and state.changes() == gold_changes(domain, case["id"])
     needed = gold_actions(case) if "ACTION" in criteria.get("reward_basis", ()) else []
     if not all(_is_made(action, made) for action in needed):
         return False

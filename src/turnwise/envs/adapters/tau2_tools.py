@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 import gzip
 import hashlib
 import importlib
 import importlib.resources
 import json
-import pickle
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
@@ -134,17 +134,66 @@ def is_read_only(name: str) -> bool:
     return name.startswith(_READS)
 
 
+class SharedTable(dict[str, Any]):
+    """The rows of a table, by key. A row is copied when somebody takes it, so the rows of the base never change."""
+
+    def __init__(self, base: Mapping[str, Any]) -> None:
+        super().__init__(base)
+        self._base = base
+        self._owned: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self._own(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401 - this is how get works
+
+    def values(self) -> Any:
+        self._own(*self)
+        return super().values()
+
+    def items(self) -> Any:
+        self._own(*self)
+        return super().items()
+
+    def changes(self) -> dict[str, Any]:
+        """The rows that are not as in the base; None for one that is gone."""
+        taken = {key for key in self if key in self._owned or key not in self._base}
+        changed = {key: super(SharedTable, self).__getitem__(key) for key in taken}
+        gone = {key: None for key in self._base if key not in self}
+        return gone | {key: row.model_dump() for key, row in changed.items() if row != self._base.get(key)}
+
+    def copy(self) -> SharedTable:
+        twin = SharedTable(self._base)
+        twin._owned = set(self._owned)
+        for key in self._base.keys() - self.keys():
+            del twin[key]
+        for key in self:
+            if key in self._owned or key not in self._base:
+                twin[key] = super().__getitem__(key).model_copy(deep=True)
+        return twin
+
+    def _own(self, *keys: str) -> None:
+        for key in keys:
+            if key in self._base and key in self and key not in self._owned:
+                self._owned.add(key)
+                super().__setitem__(key, super().__getitem__(key).model_copy(deep=True))
+
+
 class ServiceState:
     """The database of one attempt, and for telecom the customer's phone."""
 
-    def __init__(self, domain: str, data: bytes) -> None:
+    def __init__(self, domain: str, data: Mapping[str, Any]) -> None:
         self.domain = domain
-        self._store = importlib.import_module("inspect_ai.util").Store(pickle.loads(data))  # noqa: S301 - our own bytes: a copy
+        self._store = importlib.import_module("inspect_ai.util").Store()
+        for name, value in data.items():  # its constructor would copy everything
+            self._store.set(name, value)
 
     @classmethod
     def of(cls, domain: str, case: Mapping[str, Any]) -> ServiceState:
         """The state at the start of a task."""
-        state = cls(domain, _fresh_data(domain))
+        state = cls(domain, {name: _start_from(value) for name, value in _fresh_data(domain).items()})
         first = (case.get("initial_state") or {}).get("initialization_actions") or ()
         for action in first:
             state._inside(functools.partial(state._set_up, action))
@@ -180,15 +229,13 @@ class ServiceState:
         """Whether one of the package's assertions about the phone or the customer's data is true."""
         return self._inside(lambda: self._holds(assertion))
 
-    def digest(self) -> str:
-        """A name of the whole database: the package's own hash of it."""
-        return self._inside(lambda: str(self._tools().db.get_hash()))
+    def changes(self) -> dict[str, Any]:
+        """The rows of the database that are not as at the start, by table."""
+        tables: dict[str, SharedTable] = _tables_of(self._inside(self._tools).db)
+        return {name: rows for name, table in tables.items() if (rows := table.changes())}
 
     def copy(self) -> ServiceState:
-        return ServiceState(self.domain, self._dump())
-
-    def _dump(self) -> bytes:
-        return pickle.dumps(dict(self._store.items()), protocol=pickle.HIGHEST_PROTOCOL)
+        return ServiceState(self.domain, {name: _twin(value) for name, value in self._store.items()})
 
     def _inside(self, work: Callable[[], T]) -> T:
         """Do something in a context whose store is this state's."""
@@ -219,15 +266,40 @@ class ServiceState:
         return environment, environment.user_tools if action["env_type"] == "user" else environment.tools
 
 
+def _tables_of(database: Any) -> dict[str, SharedTable]:
+    return {name: value for name, value in vars(database).items() if isinstance(value, SharedTable)}
+
+
+def _start_from(value: Any) -> Any:
+    """What an attempt starts with in place of a value of the fresh store: tables share their rows with it."""
+    tables = {name: rows for name, rows in getattr(value, "__dict__", {}).items() if _is_table(rows)}
+    if not tables:
+        return copy.deepcopy(value)
+    return value.model_copy(update={name: SharedTable(rows) for name, rows in tables.items()})
+
+
+def _is_table(rows: object) -> bool:
+    if not isinstance(rows, dict) or not rows:
+        return False
+    return all(hasattr(row, "model_copy") for row in cast(dict[str, object], rows).values())
+
+
+def _twin(value: Any) -> Any:
+    tables = _tables_of(value) if hasattr(value, "__dict__") else {}
+    if not tables:
+        return copy.deepcopy(value)
+    return value.model_copy(update={name: table.copy() for name, table in tables.items()})
+
+
 @functools.cache
-def _fresh_data(domain: str) -> bytes:
-    """The data of a domain before any task; read once, because the files take a second."""
-    state = ServiceState(domain, pickle.dumps({}))
+def _fresh_data(domain: str) -> Mapping[str, Any]:
+    """The data of a domain before any task; read once, because the files take a second. Nobody changes it."""
+    state = ServiceState(domain, {})
     if domain == "telecom":
         state._inside(importlib.import_module(f"{PACKAGE}.tau2.telecom.environment").get_environment)
     else:
         state._inside(state._tools)
-    return state._dump()
+    return dict(state._store.items())
 
 
 def _run_at_once(work: Coroutine[Any, Any, T]) -> T:
@@ -253,12 +325,12 @@ def is_same_call(call: ToolCall, action: Mapping[str, Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def gold_digest(domain: str, case_id: str) -> str:
-    """The hash of the database that a task's answer makes."""
+def gold_changes(domain: str, case_id: str) -> Mapping[str, Any]:
+    """What a task's answer changes in the database."""
     case = read_cases(domain)[case_id]
     state = ServiceState.of(domain, case)
     state.follow(gold_actions(case))
-    return state.digest()
+    return state.changes()
 
 
 def digest_of(parts: object) -> str:

@@ -49,7 +49,7 @@ GAMES: Mapping[str, tuple[Mapping[str, int], ...]] = {
     ),
     "twc": tuple(
         {"numLocations": rooms, "numItemsToPutAway": things, "includeDoors": doors}
-        for rooms, things, doors in ((1, 1, 0), (2, 2, 0), (3, 3, 1), (3, 7, 1))
+        for rooms, things, doors in ((1, 1, 0), (2, 2, 0), (3, 3, 1), (3, 4, 1))
     ),
     "arithmetic": ({},),
     "sorting": ({},),

@@ -37,7 +37,7 @@ async def test_the_gold_path_succeeds_and_the_rewards_add_up_to_one() -> None:
 async def test_the_wrong_focus_ends_it_and_a_reset_does_not_reach_the_simulator() -> None:
     world = ScienceWorldWorld(SHORT)
     (task,) = world.tasks("train", 1, 0)
-    _, steps = await play(world, ["reset task", "focus on floor"], task)
+    _, steps = await play(world, ["reset task", "focus on agent"], task)
     assert [step.is_unparsable for step in steps] == [True, False]
     assert (steps[-1].terminated, steps[-1].is_success) == (True, False)
 

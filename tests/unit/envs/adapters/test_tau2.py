@@ -15,6 +15,9 @@ from turnwise.envs.registry import get_world  # noqa: E402
 from turnwise.envs.tools import format_tool_call as call  # noqa: E402
 from turnwise.errors import ConfigError  # noqa: E402
 
+# inspect-ai uses what newer versions of its libraries call deprecated, when it is imported
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 SHIRTS = Task(id="retail-3", data={"case": "3"})
 YUSUF = call("find_user_id_by_name_zip", first_name="Yusuf", last_name="Rossi", zip="19122")
 CHANGE = call(
@@ -67,7 +70,8 @@ async def test_the_right_change_without_the_number_that_was_asked_for_is_no_succ
 
 async def test_one_change_too_many_is_no_success_and_looking_around_does_no_harm() -> None:
     world = Tau2World("retail", partial_credit=0.5)
-    extra = call("cancel_pending_order", order_id="#W4776164", reason="no longer needed")
+    address = dict.fromkeys(("address1", "address2", "city", "state", "country", "zip"), "X")
+    extra = call("modify_user_address", user_id="yusuf_rossi_9620", **address)
     _, spoilt = await play(world, [MORE] * 3 + [CHANGE, extra, "There are 10."], SHIRTS)
     looked = [MORE] * 3 + [call("list_all_product_types"), CHANGE, "There are 10."]
     _, fine = await play(world, looked, SHIRTS)
@@ -131,7 +135,7 @@ def test_the_splits_are_the_benchmarks_and_variants_of_held_out_tasks_are_held_o
 
 def test_tasks_that_doing_nothing_solves_are_left_out_unless_asked_for() -> None:
     idle = {name for name in read_cases("airline") if solves_itself("airline", name)}
-    assert len(idle) == 0
+    assert len(idle) == 19
     kept = {task.data["case"] for task in Tau2World("airline").tasks("train", 50, 0)}
     assert not kept & idle
 
