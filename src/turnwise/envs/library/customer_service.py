@@ -51,6 +51,7 @@ from turnwise.envs.library.customer_service_talk import (
     asked_for,
     brief_customer,
     expert_replies,
+    is_told,
     pieces_of,
     say_pieces,
 )
@@ -325,6 +326,8 @@ class DeskGame:
         self._is_asked = True
         """The customer has to say something."""
         self._num_said = 0
+        self._num_wrong = 0
+        """Replies of the customer that do not hold what it was asked for."""
         self.turn = 0
         self._heard: list[Message] = []
         """What the clerk sees next."""
@@ -354,7 +357,9 @@ class DeskGame:
     def move(self, reply: Message) -> bool:
         if self._is_asked:
             words = reply.content.split()[: self._world.user_words]
-            self._hear(" ".join(words) or "...")
+            heard = " ".join(words)
+            self._num_wrong += not all(is_told(heard, self.pieces[index]) for index in self.due)
+            self._hear(heard or "...")
             self._told = tuple(sorted({*self._told, *self.due}))
             return bool(words)
         self.turn += 1
@@ -370,14 +375,15 @@ class DeskGame:
             self._ask(said)
         return not problem and bool(calls or said)
 
-    def outcome(self, seat: int) -> SeatOutcome:  # noqa: ARG002 - both want the requests to be settled
+    def outcome(self, seat: int) -> SeatOutcome:
+        """Both want the requests to be settled; a customer must have told all that it was asked for, too."""
         data, wanted = self.desk.data, self._wanted
         own = {request.order for request in self._case.requests}
         rights = [_footprint(data, number) == _footprint(wanted, number) for number in own]
         damaged = [n for n in data.orders if n not in own and _footprint(data, n) != _footprint(wanted, n)]
         missed = self._checks - set(self.desk.checked)
         is_clean = self.desk.is_closed and not self.desk.violations and not damaged and not missed
-        is_success = is_clean and data == wanted
+        is_success = is_clean and data == wanted and (seat == CLERK or not self._num_wrong)
         share = sum(rights) / len(rights)
         return SeatOutcome(
             reward=1.0 if is_success else self._world.partial_credit * share * is_clean,
@@ -388,6 +394,7 @@ class DeskGame:
                 "damaged_orders": float(len(damaged)),
                 "missed_checks": float(len(missed)),
                 "user_replies": float(self._num_said),
+                "user_errors": float(self._num_wrong),
             },
             messages=() if self.desk.is_closed else [user("The customer hangs up.")],
         )
@@ -397,7 +404,7 @@ class DeskGame:
         desk = self.desk
         state = [asdict(desk.data), desk.violations, desk.verified, desk.receipts, desk.checked, self._told]
         digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
-        return f"turn {self.turn} said {self._num_said} {digest}"
+        return f"turn {self.turn} said {self._num_said} wrong {self._num_wrong} {digest}"
 
     def copy(self) -> DeskGame:
         twin = object.__new__(DeskGame)

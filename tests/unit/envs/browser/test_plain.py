@@ -1,4 +1,4 @@
-"""Our own sites without a browser: experts reach their goals, forms send what was filled in, and notes say what failed."""
+"""Our own sites without a browser: experts reach their goals, forms send what is filled in, notes say what failed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ async def _is_solved(world: BrowserWorld, task: Task, player: ScriptedPlayer) ->
     env = world.make_env(task, 0)
     dialogue = await play_script(env, player, world.max_turns)
     again = world.make_env(task, 0)
-    steps = []
     await again.start()
-    for message in dialogue:
-        if message.role == "assistant":
-            steps.append(await again.step(message))
+    steps = [await again.step(message) for message in dialogue if message.role == "assistant"]
     await again.close()
     return bool(steps[-1].is_success)
 
