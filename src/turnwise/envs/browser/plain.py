@@ -134,7 +134,7 @@ class PlainReader(HTMLParser):
 
     def _end_option(self) -> None:
         choice = self.controls[-1]
-        if choice.is_on or not choice.value:  # without a mark, the first one is chosen
+        if choice.is_on or len(choice.options) == 1:  # without a mark, the first one is chosen
             choice.value = choice.options[-1]
         choice.is_on = self._is_in_option = False
 
