@@ -194,8 +194,8 @@ class ServiceState:
     def of(cls, domain: str, case: Mapping[str, Any]) -> ServiceState:
         """The state at the start of a task."""
         state = cls(domain, {name: _start_from(value) for name, value in _fresh_data(domain).items()})
-        first = (case.get("initial_state") or {}).get("initialization_actions") or ()
-        for action in first:
+        first: Mapping[str, Any] = case.get("initial_state") or {}
+        for action in first.get("initialization_actions") or ():
             state._inside(functools.partial(state._set_up, action))
         return state
 
@@ -234,6 +234,12 @@ class ServiceState:
         tables: dict[str, SharedTable] = _tables_of(self._inside(self._tools).db)
         return {name: rows for name, table in tables.items() if (rows := table.changes())}
 
+    def read_all(self) -> dict[str, Any]:
+        """Read the package's data into an empty state, and return them."""
+        telecom = f"{PACKAGE}.tau2.telecom.environment"
+        self._inside(importlib.import_module(telecom).get_environment if self.domain == "telecom" else self._tools)
+        return dict(self._store.items())
+
     def copy(self) -> ServiceState:
         return ServiceState(self.domain, {name: _twin(value) for name, value in self._store.items()})
 
@@ -267,12 +273,14 @@ class ServiceState:
 
 
 def _tables_of(database: Any) -> dict[str, SharedTable]:
-    return {name: value for name, value in vars(database).items() if isinstance(value, SharedTable)}
+    held: dict[str, Any] = vars(database)
+    return {name: value for name, value in held.items() if isinstance(value, SharedTable)}
 
 
 def _start_from(value: Any) -> Any:
     """What an attempt starts with in place of a value of the fresh store: tables share their rows with it."""
-    tables = {name: rows for name, rows in getattr(value, "__dict__", {}).items() if _is_table(rows)}
+    held: dict[str, Any] = getattr(value, "__dict__", {})
+    tables = {name: rows for name, rows in held.items() if _is_table(rows)}
     if not tables:
         return copy.deepcopy(value)
     return value.model_copy(update={name: SharedTable(rows) for name, rows in tables.items()})
@@ -294,12 +302,7 @@ def _twin(value: Any) -> Any:
 @functools.cache
 def _fresh_data(domain: str) -> Mapping[str, Any]:
     """The data of a domain before any task; read once, because the files take a second. Nobody changes it."""
-    state = ServiceState(domain, {})
-    if domain == "telecom":
-        state._inside(importlib.import_module(f"{PACKAGE}.tau2.telecom.environment").get_environment)
-    else:
-        state._inside(state._tools)
-    return dict(state._store.items())
+    return ServiceState(domain, {}).read_all()
 
 
 def _run_at_once(work: Coroutine[Any, Any, T]) -> T:
