@@ -272,15 +272,17 @@ class ServiceState:
         return environment, environment.user_tools if action["env_type"] == "user" else environment.tools
 
 
-def _tables_of(database: Any) -> dict[str, SharedTable]:
-    held: dict[str, Any] = vars(database)
-    return {name: value for name, value in held.items() if isinstance(value, SharedTable)}
+def _fields_of(value: object) -> dict[str, Any]:
+    return cast(dict[str, Any], getattr(value, "__dict__", {}))
+
+
+def _tables_of(database: object) -> dict[str, SharedTable]:
+    return {name: value for name, value in _fields_of(database).items() if isinstance(value, SharedTable)}
 
 
 def _start_from(value: Any) -> Any:
     """What an attempt starts with in place of a value of the fresh store: tables share their rows with it."""
-    held: dict[str, Any] = getattr(value, "__dict__", {})
-    tables = {name: rows for name, rows in held.items() if _is_table(rows)}
+    tables = {name: rows for name, rows in _fields_of(value).items() if _is_table(rows)}
     if not tables:
         return copy.deepcopy(value)
     return value.model_copy(update={name: SharedTable(rows) for name, rows in tables.items()})
@@ -293,7 +295,7 @@ def _is_table(rows: object) -> bool:
 
 
 def _twin(value: Any) -> Any:
-    tables = _tables_of(value) if hasattr(value, "__dict__") else {}
+    tables = _tables_of(value)
     if not tables:
         return copy.deepcopy(value)
     return value.model_copy(update={name: table.copy() for name, table in tables.items()})
