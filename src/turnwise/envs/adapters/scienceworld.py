@@ -53,7 +53,7 @@ class ScienceWorldWorld:
         *,
         simplifications: str = "easy",
         admissible: bool = False,
-        max_turns: int = 100,
+        max_turns: int = 200,
         max_tokens: int = 24,
     ) -> None:
         """
