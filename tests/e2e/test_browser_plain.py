@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from turnwise.envs.browser.pool import close_pools
-from turnwise.envs.library.browser import SITES, BrowserWorld
+from turnwise.envs.library.browser import PLAIN_SITES, BrowserWorld
 from turnwise.envs.scripted import ScriptedPlayer, play_script
 from turnwise.trajectory import Message
 
@@ -31,7 +31,7 @@ async def _dialogues(world: BrowserWorld, *, is_random: bool) -> list[list[Messa
     return found
 
 
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("site", PLAIN_SITES)
 async def test_experts_and_random_players_see_the_same_with_and_without_a_browser(site: str) -> None:
     for level in (0, 1, 3) if site == "shop" else (1, 3):
         options = {"site": site, "level": level, "by_name": True, "max_chars": 400}

@@ -57,6 +57,8 @@ from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
 SITES: dict[str, type[Site]] = {site.name: site for site in (Shop, Forum, Mail, Office)}
+PLAIN_SITES = ("shop", "forum", "mail")
+"""Sites that show the same without a browser. The office has fields for dates, which a browser treats in its own way."""
 NUM_SEEDS = 100_000
 """Number of different contents of a site."""
 MAX_TURNS = {0: 5, 1: 8, 2: 12, 3: 24, 4: 40, 5: 60}
@@ -78,7 +80,7 @@ class BrowserWorld:
     level: int = 1
     """Difficulty, 1 to 5: how much is asked for, and how much is on the site. The shop has a level 0 too."""
     engine: Literal["chromium", "plain"] = "chromium"
-    """Who shows the pages: a Chromium, or for our own sites by name a plain reader of HTML, which is much faster."""
+    """Who shows the pages: a Chromium, or for shop, forum and mail by name a plain reader of HTML, which is much faster."""
     protocol: ScreenProtocol = "text"
     """Actions as lines of text, or as tool calls."""
     by_name: bool = False
@@ -97,10 +99,10 @@ class BrowserWorld:
     def __post_init__(self) -> None:
         if self.level not in LEVELS and (self.level, self.site) != (0, "shop"):
             raise ConfigError(f"level={self.level}; expected {LEVELS[0]} to {LEVELS[-1]}, and for site=shop 0 too")
-        if self.engine == "plain" and (not self.by_name or self.site == "miniwob" or self.screenshots != "none"):
+        if self.engine == "plain" and (not self.by_name or self.site not in PLAIN_SITES or self.screenshots != "none"):
             raise ConfigError(
-                "engine=plain reads our own sites by name, and takes no pictures; set by_name=true, a site other than "
-                "miniwob, and screenshots=none"
+                f"engine=plain shows {', '.join(PLAIN_SITES)} by name, and takes no pictures; got site={self.site}, "
+                f"by_name={str(self.by_name).lower()}, screenshots={self.screenshots}"
             )
         if self.max_turns < 0:
             raise ConfigError(f"max_turns={self.max_turns}; expected 0 or more")

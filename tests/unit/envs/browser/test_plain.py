@@ -10,7 +10,7 @@ from turnwise.envs.base import Task
 from turnwise.envs.browser.plain import PlainPage
 from turnwise.envs.browser.sites.shop import Shop
 from turnwise.envs.check import check_env
-from turnwise.envs.library.browser import SITES, BrowserWorld
+from turnwise.envs.library.browser import PLAIN_SITES, BrowserWorld
 from turnwise.envs.screen import ScreenAction
 from turnwise.envs.scripted import ScriptedPlayer, play_script
 from turnwise.errors import ConfigError
@@ -26,7 +26,7 @@ async def _is_solved(world: BrowserWorld, task: Task, player: ScriptedPlayer) ->
     return bool(steps[-1].is_success)
 
 
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("site", PLAIN_SITES)
 async def test_experts_reach_every_goal_and_a_forgotten_step_is_seen(site: str) -> None:
     world = BrowserWorld(site=site, by_name=True, engine="plain")  # type: ignore[arg-type]
     careless = BrowserWorld(site=site, by_name=True, engine="plain", demonstration_skill=0.0)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_the_smallest_shop_has_four_products_of_one_word_each() -> None:
 
 
 def test_what_a_plain_reader_cannot_show_is_refused() -> None:
-    for options in ({"by_name": False}, {"by_name": True, "site": "miniwob"}, {"by_name": True, "screenshots": "all"}):
+    for options in ({"by_name": False}, {"by_name": True, "site": "office"}, {"by_name": True, "screenshots": "all"}):
         with pytest.raises(ConfigError, match="engine=plain"):
             BrowserWorld(engine="plain", **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="for site=shop 0 too"):
