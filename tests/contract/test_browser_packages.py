@@ -11,7 +11,7 @@ from viewer_process import find_chromium
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first run installs the packages
 
-FILES = ("tests/e2e/test_browser.py", "tests/e2e/test_browser_hostile.py")
+FILES = tuple(f"tests/e2e/test_{name}.py" for name in ("browser", "browser_hostile", "browser_plain"))
 
 
 @pytest.mark.skipif(find_chromium() is None, reason="no Chromium here: apt-get install chromium")

@@ -27,6 +27,7 @@ from turnwise.runtime.blocking import run_to_end
 from turnwise.trajectory import Message
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(("browser", {"level": 0, "by_name": True, "engine": engine}) for engine in ("plain", "chromium")),
     *(("browser", {"site": site}) for site in ("forum", "mail", "office", "miniwob")),
     ("code", {"shell": True}),
     *(("workspace", {"interface": interface, "reports_only": True}) for interface in ("shell", "screen", "both")),
@@ -43,7 +44,7 @@ PLAIN_SKILL = "demonstration_skill"
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attempts", type=int, default=16, help="attempts of each player at each world")
     parser.add_argument("--at-once", type=int, default=4, help="attempts at the same time")
-    parser.add_argument("--only", nargs="+", default=[], help="names of worlds; without it, all")
+    parser.add_argument("--only", nargs="+", default=[], help="names of worlds, also of packages; without it, all ours")
     parser.add_argument("--trained", type=Path, default=None, help="a JSON file of trained results by row")
 
 
@@ -69,11 +70,12 @@ class _Attempt:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    unknown = sorted(set(args.only) - set(world_names()))
+    foreign = [name for name in args.only if ":" in name]
+    unknown = sorted(set(args.only) - set(world_names()) - set(foreign))
     if unknown:
         raise ConfigError(f"--only {' '.join(unknown)}: no such world; the shipped ones are {', '.join(world_names())}")
     trained = _read_trained(args.trained)
-    rows = [(name, {}) for name in world_names()] + list(VARIANTS)
+    rows = [(name, {}) for name in (*world_names(), *foreign)] + list(VARIANTS)
     result: dict[str, Any] = {"bench": "worlds", "model": "expert and random", "machine": f"{os.cpu_count()} CPU cores"}
     result["load_average"] = f"{os.getloadavg()[0]:.1f}"
     lines: list[str] = []

@@ -44,10 +44,13 @@ ADAPTERS: Mapping[str, str] = {
     "gymnasium": "turnwise.envs.adapters.gymnasium:GymnasiumWorld",
     "openenv": "turnwise.envs.adapters.openenv:OpenEnvWorld",
     "reasoning_gym": "turnwise.envs.adapters.reasoning_gym:ReasoningGymWorld",
+    "scienceworld": "turnwise.envs.adapters.scienceworld:ScienceWorldWorld",
     "served": "turnwise.envs.remote.client:RemoteWorld",
     "skyrl_gym": "turnwise.envs.adapters.skyrl_gym:SkyRLGymWorld",
+    "tau2": "turnwise.envs.adapters.tau2:Tau2World",
     "textarena": "turnwise.envs.adapters.textarena:TextArenaWorld",
     "textworld": "turnwise.envs.adapters.textworld:TextWorldWorld",
+    "textworld_express": "turnwise.envs.adapters.textworld_express:TextWorldExpressWorld",
     "verifiers": "turnwise.envs.adapters.verifiers:VerifiersWorld",
     "verifiers_classic": "turnwise.envs.adapters.verifiers_classic:ClassicVerifiersWorld",
 }

@@ -7,7 +7,11 @@ from typing import Protocol
 
 from turnwise.envs.browser.gateway import WebApp
 from turnwise.envs.browser.page import PageOptions, PageSession
+from turnwise.envs.browser.plain import PlainPage
 from turnwise.envs.browser.sites.site import Site, progress
+
+AnyPage = PageSession | PlainPage
+"""A page in Chromium, or one of our own sites without a browser."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +37,11 @@ class Challenge(Protocol):
         """The options of the page, for a world that was given these."""
         ...
 
-    async def begin(self, page: PageSession) -> str:
+    async def begin(self, page: AnyPage) -> str:
         """Prepare the open page, and return the goal in words."""
         ...
 
-    async def verdict(self, page: PageSession, *, says_done: bool) -> PageVerdict | None:
+    async def verdict(self, page: AnyPage, *, says_done: bool) -> PageVerdict | None:
         """The end of the attempt, or None while it goes on."""
         ...
 
@@ -64,10 +68,10 @@ class SiteChallenge:
     def options(self, given: PageOptions) -> PageOptions:
         return given
 
-    async def begin(self, page: PageSession) -> str:  # noqa: ARG002 - the site was filled when it was made
+    async def begin(self, page: AnyPage) -> str:  # noqa: ARG002 - the site was filled when it was made
         return self._task.goal
 
-    async def verdict(self, page: PageSession, *, says_done: bool) -> PageVerdict | None:  # noqa: ARG002
+    async def verdict(self, page: AnyPage, *, says_done: bool) -> PageVerdict | None:  # noqa: ARG002
         if not says_done:
             return None
         is_success = self.app.read_facts() == self._task.wanted

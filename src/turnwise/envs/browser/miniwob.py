@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from turnwise.envs.browser.challenge import PageVerdict
+from turnwise.envs.browser.challenge import AnyPage, PageVerdict
 from turnwise.envs.browser.gateway import FolderApp
 from turnwise.envs.browser.page import PageOptions, PageSession
 from turnwise.errors import ConfigError
@@ -75,11 +75,13 @@ class MiniWobChallenge:
     def options(self, given: PageOptions) -> PageOptions:
         return replace(given, every_id=True, waits_until_quiet=True, has_address=False)
 
-    async def begin(self, page: PageSession) -> str:
+    async def begin(self, page: AnyPage) -> str:
+        assert isinstance(page, PageSession), "these pages have scripts"
         goal = await page.evaluate(_BEGIN, self._seed)
         return " ".join(str(goal).split())
 
-    async def verdict(self, page: PageSession, *, says_done: bool) -> PageVerdict | None:
+    async def verdict(self, page: AnyPage, *, says_done: bool) -> PageVerdict | None:
+        assert isinstance(page, PageSession), "these pages have scripts"
         is_over, reward = await page.evaluate(_END)
         if is_over:
             return PageVerdict(reward=max(0.0, float(reward)), is_success=reward > 0)

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from turnwise.envs.browser.gateway import WebApp
 from turnwise.envs.browser.names import named_observation
 from turnwise.envs.browser.pool import BrowserPool, PageSeat, shared_pool
-from turnwise.envs.browser.snapshot import Element, PageElementIds, cut_window, read_snapshot
+from turnwise.envs.browser.snapshot import Element, PageElementIds, cut_window, read_snapshot, start_before
 from turnwise.envs.screen import ScreenAction
 from turnwise.errors import AttemptFailed, ConfigError, Party
 
@@ -383,7 +383,7 @@ class PageSession:
         if sign > 0 and window.end < window.total:
             self._first_line = window.end
         elif sign < 0:
-            self._first_line = _start_before(self._elements, self._first_line, self._options.max_chars)
+            self._first_line = start_before(self._elements, self._first_line, self._options.max_chars)
         else:
             self._notes.append("this is the end of the page")
 
@@ -439,16 +439,6 @@ def _key(name: str) -> str:
 def _is_about_element(error: Exception) -> bool:
     text = str(error)
     return not any(sign in text for sign in ("closed", "crashed", "Connection", "Target"))
-
-
-def _start_before(elements: list[Element], first: int, max_chars: int) -> int:
-    """The first line of the window that ends right before line `first`."""
-    start = first
-    used = 0
-    while start > 0 and used + len(str(elements[start - 1])) + 1 <= max_chars:
-        start -= 1
-        used += len(str(elements[start])) + 1
-    return start if start < first else max(0, first - 1)
 
 
 async def _quietly(work: Coroutine[Any, Any, object]) -> None:

@@ -225,3 +225,13 @@ def cut_window(elements: Sequence[Element], first: int, max_chars: int, max_name
         lines.append(line[:max_chars])
         used += len(line) + 1
     return Window(lines=tuple(lines), first=first, total=len(elements))
+
+
+def start_before(elements: Sequence[Element], first: int, max_chars: int) -> int:
+    """The first line of the window that ends right before line `first`."""
+    start = first
+    used = 0
+    while start > 0 and used + len(str(elements[start - 1])) + 1 <= max_chars:
+        start -= 1
+        used += len(str(elements[start])) + 1
+    return start if start < first else max(0, first - 1)

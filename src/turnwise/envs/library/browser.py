@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
-from turnwise.envs.browser.challenge import Challenge, PageVerdict, SiteChallenge
+from turnwise.envs.browser.challenge import AnyPage, Challenge, PageVerdict, SiteChallenge
 from turnwise.envs.browser.expert import plan_player, random_player
 from turnwise.envs.browser.miniwob import MAX_TURNS as MINIWOB_TURNS
 from turnwise.envs.browser.miniwob import MiniWobChallenge, miniwob_pages
@@ -42,6 +42,7 @@ from turnwise.envs.browser.names import (
     read_named_reply,
 )
 from turnwise.envs.browser.page import PageOptions, PageSession
+from turnwise.envs.browser.plain import PlainPage
 from turnwise.envs.browser.sites.forum import Forum
 from turnwise.envs.browser.sites.mail import Mail
 from turnwise.envs.browser.sites.office import Office
@@ -56,9 +57,11 @@ from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
 SITES: dict[str, type[Site]] = {site.name: site for site in (Shop, Forum, Mail, Office)}
+PLAIN_SITES = ("shop", "forum", "mail")
+"""Sites that show the same without a browser. The office has fields for dates, which a browser treats in its own way."""
 NUM_SEEDS = 100_000
 """Number of different contents of a site."""
-MAX_TURNS = {1: 8, 2: 12, 3: 24, 4: 40, 5: 60}
+MAX_TURNS = {0: 5, 1: 8, 2: 12, 3: 24, 4: 40, 5: 60}
 """Turns of an attempt by level: what the expert needs, and about a third more."""
 DEMONSTRATIONS_AT_ONCE = 8
 
@@ -75,7 +78,9 @@ class BrowserWorld:
     pages: list[str] | None = None
     """Pages of MiniWoB++, by name. The default is a set of ten; `all` takes all."""
     level: int = 1
-    """Difficulty, 1 to 5: how much is asked for, and how much is on the site."""
+    """Difficulty, 1 to 5: how much is asked for, and how much is on the site. The shop has a level 0 too."""
+    engine: Literal["chromium", "plain"] = "chromium"
+    """Who shows the pages: a Chromium, or for shop, forum and mail by name a plain reader of HTML, which is much faster."""
     protocol: ScreenProtocol = "text"
     """Actions as lines of text, or as tool calls."""
     by_name: bool = False
@@ -92,8 +97,13 @@ class BrowserWorld:
     """Path of a Chromium, instead of the one that is found."""
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ConfigError(f"level={self.level}; expected {LEVELS[0]} to {LEVELS[-1]}")
+        if self.level not in LEVELS and (self.level, self.site) != (0, "shop"):
+            raise ConfigError(f"level={self.level}; expected {LEVELS[0]} to {LEVELS[-1]}, and for site=shop 0 too")
+        if self.engine == "plain" and (not self.by_name or self.site not in PLAIN_SITES or self.screenshots != "none"):
+            raise ConfigError(
+                f"engine=plain shows {', '.join(PLAIN_SITES)} by name, and takes no pictures; got site={self.site}, "
+                f"by_name={str(self.by_name).lower()}, screenshots={self.screenshots}"
+            )
         if self.max_turns < 0:
             raise ConfigError(f"max_turns={self.max_turns}; expected 0 or more")
         check_fractions(self, "demonstration_skill")
@@ -184,17 +194,19 @@ class BrowserEnv:
     def __init__(self, world: BrowserWorld, challenge: Challenge) -> None:
         self._world = world
         self._challenge = challenge
-        self._page: PageSession | None = None
+        self._page: AnyPage | None = None
         self._turn = 0
         self._replies: list[str] = []
         self._pictures: dict[str, str] = {}
 
     async def start(self) -> Sequence[Message]:
-        options = self._challenge.options(self._world.page_options)
-        self._page = await PageSession.open(
-            self._challenge.app, options, path=self._challenge.path, name=self._world.site
-        )
-        goal = await self._challenge.begin(self._page)
+        world, challenge = self._world, self._challenge
+        if world.engine == "plain":
+            self._page = PlainPage.open(challenge.app, world.max_chars, challenge.path)
+        else:
+            options = challenge.options(world.page_options)
+            self._page = await PageSession.open(challenge.app, options, path=challenge.path, name=world.site)
+        goal = await challenge.begin(self._page)
         observation = await self._page.observe()
         await self._keep_picture()
         rules = NAME_RULES if self._world.by_name else screen_rules(self._world.protocol)
@@ -211,7 +223,7 @@ class BrowserEnv:
         observation = "" if says_done else await page.act(action)
         return await self._answer(observation, await self._challenge.verdict(page, says_done=says_done))
 
-    def _read(self, reply: Message, page: PageSession) -> ScreenAction | str:
+    def _read(self, reply: Message, page: AnyPage) -> ScreenAction | str:
         if self._world.by_name:
             return read_named_reply(reply.content, page.elements)
         return read_screen_reply(reply, self._world.protocol)
@@ -235,7 +247,7 @@ class BrowserEnv:
         """The share of the goal that is reached, where the site can tell."""
         return self._challenge.progress() or 0.0
 
-    def _opened(self) -> PageSession:
+    def _opened(self) -> AnyPage:
         if self._page is None:
             raise RuntimeError("this env was not started, or is closed")
         return self._page
@@ -257,6 +269,7 @@ class BrowserEnv:
         )
 
     async def _keep_picture(self) -> None:
-        if self._world.screenshots == "all" or self._turn:
-            picture = base64.b64encode(await self._opened().screenshot()).decode("ascii")
+        page = self._opened()
+        if isinstance(page, PageSession) and (self._world.screenshots == "all" or self._turn):
+            picture = base64.b64encode(await page.screenshot()).decode("ascii")
             self._pictures[f"screenshot.{self._turn}"] = f"data:image/jpeg;base64,{picture}"

@@ -15,10 +15,10 @@
     assistant  <tool_call>{"name": "close", "arguments": {}}</tool_call>      outcome 1
 
 A reply with a call goes to the tools, any other reply to the customer. The customer is a script that tells one thing at
-a time, or a model (`opponent`, docs/opponents.md). Success is a matter of the database, not of words: every request is
-settled as the rules say, by the change or by a refusal with the right reason; nothing else has changed; no call broke a
-rule on the way; the checks that the rules ask for were made; and the desk was closed. `level` says how much can go
-wrong. One task in five is held out.
+a time, or a model (`opponent`, docs/opponents.md); with `side=customer` the policy learns to be one. Success is a
+matter of the database, not of words: every request is settled as the rules say, by the change or by a refusal with the
+right reason; nothing else has changed; no call broke a rule on the way; the checks that the rules ask for were made;
+and the desk was closed. `level` says how much can go wrong. One task in five is held out.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ from turnwise.envs.library.customer_service_talk import (
     ASK_ORDER,
     ASK_PIN,
     ASK_RECEIPT,
+    NOTHING_LEFT,
     asked_for,
     brief_customer,
     expert_replies,
+    is_told,
     pieces_of,
     say_pieces,
 )
@@ -132,8 +134,10 @@ class CustomerService:
     """How much can go wrong, 0 to 5 (docs/worlds/customer_service.md)."""
     kinds: list[str] = field(default_factory=list[str])
     """Kinds of requests to draw from: cancel, address, refund, exchange; empty: as the level says."""
+    side: Literal["clerk", "customer"] = "clerk"
+    """Whom the policy plays. A customer is trained to play the other side of another run."""
     opponent: str = "script"
-    """Who plays the customer: the script, or a model (docs/opponents.md), which may err."""
+    """Who plays the other side, usually the customer: the script, or a model (docs/opponents.md), which may err."""
     protocol: DeskProtocol = "tool_call"
     """How tools are called: as tool calls in JSON, or as a line such as `refund 412, red mug`."""
     max_turns: int = 0
@@ -152,6 +156,8 @@ class CustomerService:
             raise ConfigError(f"level={self.level}; expected 0 to {len(LEVELS) - 1}")
         if unknown := [kind for kind in self.kinds if kind not in REQUEST_KINDS]:
             raise ConfigError(f"kinds has {unknown[0]!r}; expected some of {', '.join(REQUEST_KINDS)}")
+        if self.side not in ("clerk", "customer"):
+            raise ConfigError(f"side={self.side!r}; expected clerk or customer")
         if self.protocol not in ("tool_call", "line"):
             raise ConfigError(f"protocol={self.protocol!r}; expected tool_call or line")
         if self.max_turns < 0 or self.user_replies < 0 or self.user_words < 1:
@@ -182,8 +188,8 @@ class CustomerService:
     def make_env(self, task: Task, seed: int) -> SeatedEnv:
         return scripted_env(self, task, seed)
 
-    def policy_seat(self, task: Task) -> int:  # noqa: ARG002 - the policy is the clerk
-        return CLERK
+    def policy_seat(self, task: Task) -> int:  # noqa: ARG002 - the same in every task
+        return CLERK if self.side == "clerk" else CUSTOMER
 
     def make_game(self, task: Task, seed: int) -> DeskGame:  # noqa: ARG002 - the seed reaches the customer's words
         return DeskGame(self, DeskCase(task.data))
@@ -198,7 +204,9 @@ class CustomerService:
         return play_demonstrations(with_script(self), lambda task: self.expert(task, seed), count, seed)
 
     def expert(self, task: Task, seed: int) -> ScriptedPlayer:
-        """A clerk who does everything right, with the slips that `demonstration_skill` asks for."""
+        """A clerk who does everything right, with the slips that `demonstration_skill` asks for; or a customer."""
+        if self.side == "customer":
+            return self._customer(task)
         rng, replies = random_for("demo", seed, task.id), iter(self._expert_replies(task))
 
         def reply(dialogue: Sequence[Message]) -> str:  # noqa: ARG001 - the customer's script answers as is expected
@@ -208,9 +216,23 @@ class CustomerService:
         return reply
 
     def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
-        """Asks anything, and makes any call with arguments that fit."""
+        """Asks anything, and makes any call with arguments that fit. A customer says anything that it knows."""
         rng = random_for("random", seed, task.id)
+        if self.side == "customer":
+            pieces = self.make_game(task, seed).pieces
+            return lambda _: rng.choice(rng.choice(pieces).wordings)
         return lambda _: self._anything(task, rng)
+
+    def _customer(self, task: Task) -> ScriptedPlayer:
+        """A customer who tells what it is asked for, in the words of its brief."""
+        pieces, told = self.make_game(task, 0).pieces, set[int]()
+
+        def reply(dialogue: Sequence[Message]) -> str:
+            due = asked_for(dialogue[-1].content, pieces, sorted(told)) if told else [0]
+            told.update(due)
+            return " ".join(pieces[index].wordings[0] for index in due) or NOTHING_LEFT
+
+        return reply
 
     def _anything(self, task: Task, rng: random.Random) -> str:
         case = DeskCase(task.data)
@@ -304,6 +326,8 @@ class DeskGame:
         self._is_asked = True
         """The customer has to say something."""
         self._num_said = 0
+        self._num_wrong = 0
+        """Replies of the customer that do not hold what it was asked for."""
         self.turn = 0
         self._heard: list[Message] = []
         """What the clerk sees next."""
@@ -333,7 +357,9 @@ class DeskGame:
     def move(self, reply: Message) -> bool:
         if self._is_asked:
             words = reply.content.split()[: self._world.user_words]
-            self._hear(" ".join(words) or "...")
+            heard = " ".join(words)
+            self._num_wrong += not all(is_told(heard, self.pieces[index]) for index in self.due)
+            self._hear(heard or "...")
             self._told = tuple(sorted({*self._told, *self.due}))
             return bool(words)
         self.turn += 1
@@ -349,14 +375,15 @@ class DeskGame:
             self._ask(said)
         return not problem and bool(calls or said)
 
-    def outcome(self, seat: int) -> SeatOutcome:  # noqa: ARG002 - both want the requests to be settled
+    def outcome(self, seat: int) -> SeatOutcome:
+        """Both want the requests to be settled; a customer must have told all that it was asked for, too."""
         data, wanted = self.desk.data, self._wanted
         own = {request.order for request in self._case.requests}
         rights = [_footprint(data, number) == _footprint(wanted, number) for number in own]
         damaged = [n for n in data.orders if n not in own and _footprint(data, n) != _footprint(wanted, n)]
         missed = self._checks - set(self.desk.checked)
         is_clean = self.desk.is_closed and not self.desk.violations and not damaged and not missed
-        is_success = is_clean and data == wanted
+        is_success = is_clean and data == wanted and (seat == CLERK or not self._num_wrong)
         share = sum(rights) / len(rights)
         return SeatOutcome(
             reward=1.0 if is_success else self._world.partial_credit * share * is_clean,
@@ -367,6 +394,7 @@ class DeskGame:
                 "damaged_orders": float(len(damaged)),
                 "missed_checks": float(len(missed)),
                 "user_replies": float(self._num_said),
+                "user_errors": float(self._num_wrong),
             },
             messages=() if self.desk.is_closed else [user("The customer hangs up.")],
         )
@@ -376,7 +404,7 @@ class DeskGame:
         desk = self.desk
         state = [asdict(desk.data), desk.violations, desk.verified, desk.receipts, desk.checked, self._told]
         digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
-        return f"turn {self.turn} said {self._num_said} {digest}"
+        return f"turn {self.turn} said {self._num_said} wrong {self._num_wrong} {digest}"
 
     def copy(self) -> DeskGame:
         twin = object.__new__(DeskGame)

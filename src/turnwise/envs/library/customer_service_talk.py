@@ -117,6 +117,16 @@ def say_pieces(pieces: Sequence[ToldPiece], seed: int) -> str:
     return " ".join(rng.choice(piece.wordings) for piece in pieces) or NOTHING_LEFT
 
 
+def is_told(words: str, piece: ToldPiece) -> bool:
+    """Whether what was said holds a piece: all words of one of its wordings, in any order."""
+    said = _words_of(words)
+    return any(_words_of(wording) <= said for wording in piece.wordings)
+
+
+def _words_of(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.lower()))
+
+
 def brief_customer(pieces: Sequence[ToldPiece]) -> str:
     """What a model is told that plays the customer."""
     lines = [f"- {piece.wordings[0]}" for piece in pieces]

@@ -113,7 +113,7 @@ class Workspace:
     reports_only: bool = False
     """Draw only chores that can be done on screens too, so that all three interfaces have the same tasks."""
     orders: int = 16
-    """Rows of the orders, 8 to 1000. On screens they have to be read eight by eight."""
+    """Rows of the orders, 4 to 1000. On screens they have to be read eight by eight."""
     spare_turns: int = 4
     """Turns beyond those of the expert with the most actions."""
     partial_credit: float = 0.5
@@ -130,8 +130,8 @@ class Workspace:
     def __post_init__(self) -> None:
         if self.interface not in ("shell", "screen", "both"):
             raise ConfigError(f"interface={self.interface!r}; expected shell, screen or both")
-        if not 1 <= self.chores <= 12 or not 8 <= self.orders <= 1000:
-            raise ConfigError(f"chores={self.chores}, orders={self.orders}; expected 1 to 12 and 8 to 1000")
+        if not 1 <= self.chores <= 12 or not 4 <= self.orders <= 1000:
+            raise ConfigError(f"chores={self.chores}, orders={self.orders}; expected 1 to 12 and 4 to 1000")
         if self.spare_turns < 0 or self.command_s <= 0 or self.observation_chars < 200:
             raise ConfigError(
                 f"spare_turns={self.spare_turns}, command_s={self.command_s}, "

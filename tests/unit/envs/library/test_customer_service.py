@@ -256,12 +256,23 @@ def test_the_dial_sets_the_level_and_nonsense_is_refused() -> None:
         {"level": 6},
         {"kinds": ["buy"]},
         {"protocol": "xml"},
+        {"side": "owner"},
         {"user_words": 0},
         {"partial_credit": 2.0},
     ]
     for options in refused:
         with pytest.raises(ConfigError):
             CustomerService(**options)
+
+
+@for_each("level", [0, 2, 5])
+def test_a_policy_that_plays_the_customer_succeeds_if_it_tells_what_it_is_asked_for(level: int) -> None:
+    world = CustomerService(level=level, side="customer")
+    for task, dialogue in zip(world.tasks("train", 10, 0), world.demonstrations(10, 0), strict=True):
+        right = [message.content for message in dialogue if message.role == "assistant"]
+        assert last_step(task, right, world).is_success
+        wrong = last_step(task, ["Hello.", *right[1:]], world)
+        assert (wrong.is_success, wrong.info["user_errors"]) == (False, 1.0)
 
 
 @pytest.mark.model

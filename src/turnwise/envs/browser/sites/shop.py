@@ -63,7 +63,9 @@ class Shop(Site):
     def fill(self, rng: random.Random, level: int) -> None:
         kinds = [(thing, category) for category, things in _KINDS.items() for thing in things]
         names = [(f"{look} {thing}", category) for thing, category in kinds for look in _LOOKS]
-        for name, category in rng.sample(names, (4, 12, 24, 40, 60)[level - 1]):
+        if level == 0:  # one word each, so that a model without words can know all of them
+            names = kinds
+        for name, category in rng.sample(names, (4, 4, 12, 24, 40, 60)[level]):
             self.change(
                 "INSERT INTO products (name, category, price, stock) VALUES (?, ?, ?, ?)",
                 name.capitalize(),
@@ -238,7 +240,7 @@ class Shop(Site):
 
     def chores(self, level: int, rng: random.Random) -> list[Chore]:
         products = rng.sample(self.rows("SELECT * FROM products ORDER BY id"), min(4, 2 + level // 2))
-        if level == 1:
+        if level <= 1:
             return [self._put(products[0]["name"], products[0]["id"], 1, is_near=True)]
         if level == 2:
             return [self._put(products[0]["name"], products[0]["id"], rng.randint(2, 3))]

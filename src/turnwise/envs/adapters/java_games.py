@@ -1,0 +1,191 @@
+"""Simulators that are written for Java: one Java process for each package, which all attempts of this process share.
+
+    with_java = JavaHost.of("scienceworld", jar)      # starts the process, or takes the one that runs
+    simulator = with_java.make("scienceworld.runtime.pythonapi.PythonInterface")
+    with_java.call(simulator, "step", "look around")
+    with_java.release()
+
+The process belongs to whoever holds it. It ends some seconds after the last attempt, when this process ends, and when
+this process is killed: it reads a pipe of ours and ends with it. If it dies, or does not answer, every attempt that it
+held fails, the env is to blame, and the next attempt starts a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from turnwise.envs.adapters.peers import import_peer
+from turnwise.errors import ConfigError
+
+IDLE_S = 20.0
+"""How long a process waits for the next attempt."""
+CALL_S = 60.0
+"""A call that takes longer ends the process."""
+_START_S = 120.0
+_MEMORY = "-Xmx1g"
+
+
+class JavaDiedError(RuntimeError):
+    """The Java process is gone, or does not answer. The attempt is played again in a new one."""
+
+
+def find_java() -> str:
+    """The Java that starts simulators; `ConfigError` says what is missing."""
+    home = os.environ.get("JAVA_HOME", "")
+    own = shutil.which(str(Path(home) / "bin" / "java")) if home else None
+    found = own or shutil.which("java")
+    if found is None:
+        raise ConfigError(
+            "no `java` was found on PATH or in JAVA_HOME; this world runs in Java 8 or newer: install one, for example "
+            "with `apt-get install default-jre-headless`"
+        )
+    return found
+
+
+class JavaHost:
+    """A Java process with a gateway to it. `of` and `release` count who holds it."""
+
+    _hosts: ClassVar[dict[str, JavaHost]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, extra: str, jar: Path) -> None:
+        self._py4j = import_peer("py4j.java_gateway", extra=extra)
+        self._holders = 0
+        self._closing: threading.Timer | None = None
+        bridge = self._py4j.find_jar_path()
+        if not bridge:
+            raise ConfigError(
+                "py4j is installed without its Java part, py4j.jar; install it again with: pip install py4j"
+            )
+        classes = os.pathsep.join([bridge, str(jar)])
+        options = ["--die-on-broken-pipe", "--enable-auth", "0"]
+        self.process = subprocess.Popen(
+            [find_java(), _MEMORY, "-XX:+UseSerialGC", "-cp", classes, "py4j.GatewayServer", *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=jar.parent,
+        )
+        atexit.register(self.close)
+        port, token = self._read_greeting()
+        threading.Thread(target=self._drain, name="turnwise-java-output", daemon=True).start()
+        parameters = self._py4j.GatewayParameters(port=port, auth_token=token, read_timeout=CALL_S)
+        self._gateway: Any = self._py4j.JavaGateway(gateway_parameters=parameters)
+
+    @classmethod
+    def of(cls, extra: str, jar: Path) -> JavaHost:
+        """The running process of a package, or a new one. Whoever calls this calls `release` once."""
+        with cls._lock:
+            host = cls._hosts.get(extra)
+            if host is None or not host.is_alive:
+                host = cls._hosts[extra] = cls(extra, jar)
+            host._holders += 1
+            if host._closing is not None:
+                host._closing.cancel()
+                host._closing = None
+            return host
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def make(self, java_class: str) -> Any:
+        """A new object of a Java class."""
+        maker = self._gateway.jvm
+        for name in java_class.split("."):
+            maker = getattr(maker, name)
+        return self._answer(maker, java_class)
+
+    def call(self, target: Any, method: str, *arguments: object) -> Any:
+        """Call a method of a Java object."""
+        return self._answer(lambda: getattr(target, method)(*arguments), method)
+
+    def release(self) -> None:
+        """This attempt does not need the process any more."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0 and self.is_alive:
+                self._closing = threading.Timer(IDLE_S, self._close_if_idle)
+                self._closing.daemon = True
+                self._closing.start()
+
+    def close(self) -> None:
+        """End the process, whoever holds it."""
+        atexit.unregister(self.close)
+        if self._closing is not None:
+            self._closing.cancel()
+        with contextlib.suppress(AttributeError, OSError, self._py4j.Py4JError):
+            self._gateway.close()
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    pipe.close()
+
+    @classmethod
+    def close_all(cls) -> None:
+        """End all processes."""
+        with cls._lock:
+            hosts = list(cls._hosts.values())
+            cls._hosts.clear()
+        for host in hosts:
+            host.close()
+
+    def _close_if_idle(self) -> None:
+        with self._lock:
+            if self._holders:
+                return
+            for name, host in list(self._hosts.items()):
+                if host is self:
+                    del self._hosts[name]
+        self.close()
+
+    def _answer(self, ask: Callable[[], Any], what: str) -> Any:
+        try:
+            return ask()
+        except self._py4j.Py4JJavaError:
+            raise  # the simulator's own error; the process is well
+        except (self._py4j.Py4JError, OSError) as cause:
+            is_alive = self.is_alive
+            self.process.kill()  # it may hang; whoever holds it fails, and the next attempt starts a new one
+            state = f"gave no answer within {CALL_S:g} s" if is_alive else f"ended with {self.process.wait()}"
+            raise JavaDiedError(f"the Java process {state} at {what}") from cause
+
+    def _read_greeting(self) -> tuple[int, str]:
+        """The port and the token, which the gateway prints first."""
+        assert self.process.stdout is not None
+        watch = threading.Timer(_START_S, self.process.kill)
+        watch.daemon = True
+        watch.start()
+        began = time.monotonic()
+        try:
+            lines = [self.process.stdout.readline().decode("utf-8", "replace").strip() for _ in range(2)]
+        finally:
+            watch.cancel()
+        if not lines[0].isdigit():
+            self.close_failed_start()
+            raise JavaDiedError(
+                f"the Java process said {lines[0]!r:.80} after {time.monotonic() - began:.0f} s; expected a port"
+            )
+        return int(lines[0]), lines[1]
+
+    def close_failed_start(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _drain(self) -> None:
+        """Read what the simulator prints, so that it never waits for a full pipe."""
+        assert self.process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):
+            while self.process.stdout.read(1 << 16):
+                pass
