@@ -58,7 +58,7 @@ from turnwise.trajectory import Message
 
 SITES: dict[str, type[Site]] = {site.name: site for site in (Shop, Forum, Mail, Office)}
 PLAIN_SITES = ("shop", "forum", "mail")
-"""Sites that show the same without a browser. The office has fields for dates, which a browser treats in its own way."""
+"""Sites that show the same without a browser. The office has fields for dates, which a browser treats its own way."""
 NUM_SEEDS = 100_000
 """Number of different contents of a site."""
 MAX_TURNS = {0: 5, 1: 8, 2: 12, 3: 24, 4: 40, 5: 60}
@@ -80,7 +80,7 @@ class BrowserWorld:
     level: int = 1
     """Difficulty, 1 to 5: how much is asked for, and how much is on the site. The shop has a level 0 too."""
     engine: Literal["chromium", "plain"] = "chromium"
-    """Who shows the pages: a Chromium, or for shop, forum and mail by name a plain reader of HTML, which is much faster."""
+    """Who shows the pages: a Chromium, or, for shop, forum and mail by name, a plain reader of HTML: much faster."""
     protocol: ScreenProtocol = "text"
     """Actions as lines of text, or as tool calls."""
     by_name: bool = False
