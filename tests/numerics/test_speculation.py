@@ -211,3 +211,21 @@ def test_layers_with_windows_give_back_blocks_under_drafts(tmp_path: Path, make_
         assert all(pool.num_available == pool.num_blocks for pool in engine.sampler.pools)
     assert_same(found["suffix"], found["none"])
     assert_right_and_wrong(found["suffix"])
+
+
+def test_in_bitwise_mode_guesses_change_no_bit(make_engine: MakeEngine) -> None:
+    prompts = [random_ids(20 + 3 * i, i) for i in range(3)]
+    replies: dict[str, list[SampleResponse]] = {}
+    for speculation in ("none", "suffix"):
+        engine = make_engine(speculation=speculation, bitwise=True)
+        if speculation == "suffix":
+            draft_always(engine)
+        policy = engine.publish(displaced_adapter(engine))
+        asked = [(prompt, policy) for prompt in prompts]
+        replies[speculation] = [
+            reply for seed in (1, 2, 1) for reply in sample_many(engine, asked, 4, max_tokens=50, seed=seed)
+        ]
+    assert_right_and_wrong(replies["suffix"])
+    for guessed, plain in zip(replies["suffix"], replies["none"], strict=True):
+        for one, other in zip(guessed.sequences, plain.sequences, strict=True):
+            assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
