@@ -1,13 +1,8 @@
 """A site of our own without a browser: its pages are read as HTML, and links and forms do what they say.
 
 Shop, forum and mail use plain HTML and no scripts, so a small reader shows the same elements by name as Chromium does,
-<<<<<<< HEAD
-and sends the same forms: `tests/e2e/test_browser_plain.py` compares the two. A step takes well under a millisecond of
-CPU time, which makes it a place to train in; a real browser is for evaluation and for every page that has scripts.
-=======
 and sends the same forms: `tests/e2e/test_browser_plain.py` compares the two. An attempt takes some milliseconds of CPU
 time, which makes it a place to train in; a real browser is for evaluation and for every page that has scripts.
->>>>>>> w-worlds
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ from turnwise.trajectory import Message
 
 SITES: dict[str, type[Site]] = {site.name: site for site in (Shop, Forum, Mail, Office)}
 PLAIN_SITES = ("shop", "forum", "mail")
-"""Sites that show the same without a browser. The office has fields for dates, which a browser treats differently."""
+"""Sites that show the same without a browser. The office does not, and needs one."""
 NUM_SEEDS = 100_000
 """Number of different contents of a site."""
 MAX_TURNS = {0: 5, 1: 8, 2: 12, 3: 24, 4: 40, 5: 60}
