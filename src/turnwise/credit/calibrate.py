@@ -43,8 +43,10 @@ def calibrate(values: Values, trajectories: Sequence[Trajectory], gae: Gae) -> l
     if len(values) < 2:
         return list(values)
     plain = replace(gae, critic_lambda=1.0)
-    most_turns = max(len(one.turns) for one in values)
-    fits = [_Fit(known, plain.returns(one, known), most_turns) for known, one in zip(values, trajectories, strict=True)]
+    fits = [
+        _Fit(*_learned(known.turns, plain.returns(one, known), gae))
+        for known, one in zip(values, trajectories, strict=True)
+    ]
     squares, products, errors = (sum(getattr(fit, name) for fit in fits) for name in ("squares", "products", "error"))
     found: list[TrajectoryValues] = []
     for fit, known, one in zip(fits, values, trajectories, strict=True):
@@ -52,33 +54,40 @@ def calibrate(values: Values, trajectories: Sequence[Trajectory], gae: Gae) -> l
         if error <= 0:  # the critic was right about all the others
             found.append(known)
             continue
-        prior = RIDGE * np.diag([1.0, error, 1.0])
+        longest = max(len(other.turns) for other in values if other is not known)
+        prior = RIDGE * np.diag([1.0, error, float(longest**2)])
         line = np.asarray(np.linalg.solve(squares - fit.squares + prior, products - fit.products), np.float64)
-        found.append(_corrected(known, line, most_turns, is_truncated=one.is_truncated))
+        found.append(_corrected(known, line, is_truncated=one.is_truncated))
     return found
 
 
-class _Fit:
-    """What one attempt adds to a regression: means over its sampled tokens."""
+def _learned(
+    values: Sequence[FloatArray], returns: Sequence[FloatArray], gae: Gae
+) -> tuple[list[FloatArray], list[FloatArray]]:
+    """Values and returns of the states that the critic learns: all of a turn, or its first alone."""
+    last = 1 if gae.first_only else None
+    return [v_S[:last] for v_S in values], [r_S[:last] for r_S in returns]
 
-    def __init__(self, values: TrajectoryValues, returns: Sequence[FloatArray], most_turns: int) -> None:
-        features_NF = np.concatenate([_features(v_S, turn, most_turns) for turn, v_S in enumerate(values.turns)])
-        missed_N = np.concatenate(list(returns)) - np.concatenate(values.turns)
+
+class _Fit:
+    """What one attempt adds to a regression: means over its states."""
+
+    def __init__(self, values: Sequence[FloatArray], returns: Sequence[FloatArray]) -> None:
+        features_NF = np.concatenate([_features(v_S, turn) for turn, v_S in enumerate(values)])
+        missed_N = np.concatenate(list(returns)) - np.concatenate(list(values))
         self.squares = features_NF.T @ features_NF / len(missed_N)
         self.products = features_NF.T @ missed_N / len(missed_N)
         self.error = float(np.mean(missed_N**2))
 
 
-def _features(values_S: FloatArray, turn: int, most_turns: int) -> FloatArray:
-    """[S, F] of the states of one turn: 1, the value, and how far the attempt has come."""
-    return np.stack([np.ones_like(values_S), values_S, np.full_like(values_S, turn / most_turns - 0.5)], axis=1)
+def _features(values_S: FloatArray, turn: int) -> FloatArray:
+    """[S, F] of the states of one turn: 1, the value, and the turn."""
+    return np.stack([np.ones_like(values_S), values_S, np.full_like(values_S, turn)], axis=1)
 
 
-def _corrected(values: TrajectoryValues, line: FloatArray, most_turns: int, *, is_truncated: bool) -> TrajectoryValues:
-    turns = tuple(v_S + _features(v_S, turn, most_turns) @ line for turn, v_S in enumerate(values.turns))
+def _corrected(values: TrajectoryValues, line: FloatArray, *, is_truncated: bool) -> TrajectoryValues:
+    turns = tuple(v_S + _features(v_S, turn) @ line for turn, v_S in enumerate(values.turns))
     if not is_truncated:
         return TrajectoryValues(turns=turns)
     last = np.array([values.bootstrap])
-    return TrajectoryValues(
-        turns=turns, bootstrap=float((last + _features(last, len(values.turns), most_turns) @ line)[0])
-    )
+    return TrajectoryValues(turns=turns, bootstrap=float((last + _features(last, len(values.turns)) @ line)[0]))

@@ -120,7 +120,7 @@ class ServerOptions(Section):
         if self.weight_transfer == "nccl":
             raise ValueError(
                 "weight_transfer=nccl is not offered: NCCL wants a GPU for each process, and sending weights between "
-                "GPUs was never tried here; expected auto, disk, or ipc for a server on the trainer's GPU"
+                "GPUs was never tried here; expected disk, or ipc for a server on the trainer's GPU"
             )
         if self.publish == "adapter" and "weight_transfer" in self.changed_options():
             raise ValueError(

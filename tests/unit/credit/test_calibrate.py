@@ -40,6 +40,20 @@ def test_what_came_of_an_attempt_does_not_change_its_own_values() -> None:
     ]
     for ours, theirs in zip(found[0].turns, found[1].turns, strict=True):
         assert ours == pytest.approx(theirs)
+    longer = [*others, rewarded([0.0] * 9)]
+    assert calibrate(constant(longer), longer, GAE)[-1].turns[0] == pytest.approx(found[0].turns[0])
+
+
+def test_by_turns_only_the_states_count_that_the_critic_learns() -> None:
+    """At the other tokens of a turn it says anything; what it says at the first ones is right, and stays."""
+    by_turn, rng = Gae(policy_lambda=1.0, level="turn"), np.random.default_rng(0)
+    attempts = [rewarded([0.0, float(number % 2)]) for number in range(6)]
+    values = [
+        TrajectoryValues(turns=tuple(np.array([turn[0], rng.normal(0, 5)]) for turn in right(one).turns))
+        for one in attempts
+    ]
+    for found, known in zip(calibrate(values, attempts, by_turn), values, strict=True):
+        assert [turn[0] for turn in found.turns] == [turn[0] for turn in known.turns]
 
 
 def test_a_critic_that_is_right_stays_as_it_is() -> None:

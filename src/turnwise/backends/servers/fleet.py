@@ -388,6 +388,7 @@ class Fleet:
             except BaseException as error:
                 # It may hold the old weights, the new ones, or some of each. Nobody asks it until they are loaded.
                 self._take_out(server, str(error) or "its weights were being replaced")
+                server.give_up_requests()  # what they draw from now on is of no version
                 raise
             server.loaded.update(names[:at])  # they answer for older ones too: every token says which weights drew it
 

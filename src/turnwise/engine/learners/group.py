@@ -189,7 +189,7 @@ class LearnerGroup:
 
     def wait_until_ready(self) -> dict[int, Any]:
         """Wait for every learner's model, and return what each says of it by rank."""
-        work = self.answers("load the model", deadline_s=START_DEADLINE_S)
+        work = self.answers("load the model", deadline_s=max(START_DEADLINE_S, self._deadline_s))
         while True:
             try:
                 next(work)

@@ -397,16 +397,21 @@ class ReplicatedEngine(Engine):
                 samples=self._cluster.samples_too(rank),
             )
 
-        self._group = LearnerGroup(make_setup, size, deadline_s=deadline_s, start_peer=place.start_peer)
-        # They meet when all have loaded their models, so that one that dies before is missed at once.
-        self.base_bytes = {0: self.model.num_base_bytes, **self._group.wait_until_ready()}
-        for rank in range(1, size):
-            self._group.call(rank, MeetCall())
+        group = LearnerGroup(make_setup, size, deadline_s=deadline_s, start_peer=place.start_peer)
         try:
-            self._collective = LearnerCollective(store, 0, size, backend, deadline_s=deadline_s)
-        except RuntimeError as cause:
-            self._group.fail_all("meet", cause)
-        finish_work(self._group.answers("meet"))
+            # They meet when all have loaded their models, so that one that dies before is missed at once.
+            self.base_bytes = {0: self.model.num_base_bytes, **group.wait_until_ready()}
+            for rank in range(1, size):
+                group.call(rank, MeetCall())
+            try:
+                self._collective = LearnerCollective(store, 0, size, backend, deadline_s=deadline_s)
+            except RuntimeError as cause:
+                group.fail_all("meet", cause)
+            finish_work(group.answers("meet"))
+        except BaseException:
+            group.close()
+            raise
+        self._group = group
 
 
 def _prepare(config: EngineConfig, cluster: ClusterConfig) -> tuple[EngineConfig, dict[str, str]]:

@@ -1,9 +1,12 @@
-"""Simulators that are written for Java: one Java process for each package, which all attempts of this process share.
+"""Simulators that are written for Java: attempts share one Java process of a package, or each has its own.
 
-    with_java = JavaHost.of("scienceworld", jar)      # starts the process, or takes the one that runs
+    with_java = JavaHost.of("textworld-express", jar)              # starts the process, or takes the one that runs
+    with_java = JavaHost.of("scienceworld", jar, is_shared=False)  # takes one that nobody holds, or starts another
     simulator = with_java.make("scienceworld.runtime.pythonapi.PythonInterface")
     with_java.call(simulator, "step", "look around")
     with_java.release()
+
+A simulator that keeps its state in Java's global objects is not shared: one attempt would change another's world.
 
 The process belongs to whoever holds it. It ends some seconds after the last attempt, when this process ends, and when
 this process is killed: it reads a pipe of ours and ends with it. If it dies, or does not answer, every attempt that it
@@ -54,11 +57,12 @@ def find_java() -> str:
 class JavaHost:
     """A Java process with a gateway to it. `of` and `release` count who holds it."""
 
-    _hosts: ClassVar[dict[str, JavaHost]] = {}
+    _hosts: ClassVar[list[JavaHost]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, extra: str, jar: Path) -> None:
         self._py4j = import_peer("py4j.java_gateway", extra=extra)
+        self._extra = extra
         self._holders = 0
         self._closing: threading.Timer | None = None
         bridge = self._py4j.find_jar_path()
@@ -74,6 +78,7 @@ class JavaHost:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=jar.parent,
+            start_new_session=True,  # Ctrl-C is for the run, which closes its attempts first
         )
         atexit.register(self.close)
         port, token = self._read_greeting()
@@ -82,17 +87,30 @@ class JavaHost:
         self._gateway: Any = self._py4j.JavaGateway(gateway_parameters=parameters)
 
     @classmethod
-    def of(cls, extra: str, jar: Path) -> JavaHost:
-        """The running process of a package, or a new one. Whoever calls this calls `release` once."""
+    def of(cls, extra: str, jar: Path, *, is_shared: bool = True) -> JavaHost:
+        """A running process of a package, or a new one. Whoever calls this calls `release` once.
+
+        Args:
+            is_shared: Others may hold the process too.
+        """
         with cls._lock:
-            host = cls._hosts.get(extra)
-            if host is None or not host.is_alive:
-                host = cls._hosts[extra] = cls(extra, jar)
-            host._holders += 1
-            if host._closing is not None:
-                host._closing.cancel()
-                host._closing = None
-            return host
+            for host in cls._hosts:
+                if host._extra == extra and host.is_alive and (is_shared or not host._holders):
+                    return host._hold()
+            if is_shared:  # the others wait for this one
+                cls._hosts.append(host := cls(extra, jar))
+                return host._hold()
+        host = cls(extra, jar)
+        with cls._lock:
+            cls._hosts.append(host)
+            return host._hold()
+
+    def _hold(self) -> JavaHost:
+        self._holders += 1
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+        return self
 
     @property
     def is_alive(self) -> bool:
@@ -100,10 +118,14 @@ class JavaHost:
 
     def make(self, java_class: str) -> Any:
         """A new object of a Java class."""
-        maker = self._gateway.jvm
-        for name in java_class.split("."):
-            maker = getattr(maker, name)
-        return self._answer(maker, java_class)
+
+        def ask() -> Any:
+            maker = self._gateway.jvm
+            for name in java_class.split("."):
+                maker = getattr(maker, name)  # a question to the process, each
+            return maker()
+
+        return self._answer(ask, java_class)
 
     def call(self, target: Any, method: str, *arguments: object) -> Any:
         """Call a method of a Java object."""
@@ -113,10 +135,11 @@ class JavaHost:
         """This attempt does not need the process any more."""
         with self._lock:
             self._holders -= 1
-            if self._holders == 0 and self.is_alive:
-                self._closing = threading.Timer(IDLE_S, self._close_if_idle)
-                self._closing.daemon = True
-                self._closing.start()
+            if self._holders:
+                return
+            self._closing = threading.Timer(IDLE_S if self.is_alive else 0.0, self._close_if_idle)
+            self._closing.daemon = True
+            self._closing.start()
 
     def close(self) -> None:
         """End the process, whoever holds it."""
@@ -136,7 +159,7 @@ class JavaHost:
     def close_all(cls) -> None:
         """End all processes."""
         with cls._lock:
-            hosts = list(cls._hosts.values())
+            hosts = list(cls._hosts)
             cls._hosts.clear()
         for host in hosts:
             host.close()
@@ -145,9 +168,8 @@ class JavaHost:
         with self._lock:
             if self._holders:
                 return
-            for name, host in list(self._hosts.items()):
-                if host is self:
-                    del self._hosts[name]
+            if self in self._hosts:
+                self._hosts.remove(self)
         self.close()
 
     def _answer(self, ask: Callable[[], Any], what: str) -> Any:
@@ -158,7 +180,7 @@ class JavaHost:
         except (self._py4j.Py4JError, OSError) as cause:
             is_alive = self.is_alive
             self.process.kill()  # it may hang; whoever holds it fails, and the next attempt starts a new one
-            state = f"gave no answer within {CALL_S:g} s" if is_alive else f"ended with {self.process.wait()}"
+            state = f"gave no good answer ({cause})" if is_alive else f"ended with {self.process.wait()}"
             raise JavaDiedError(f"the Java process {state} at {what}") from cause
 
     def _read_greeting(self) -> tuple[int, str]:

@@ -37,6 +37,14 @@ _NOT_MOVES = frozenset({"reset", "quit"})
 _SPACES = re.compile(r"\n\s*\n+")
 
 
+SIMPLIFICATIONS = (
+    *("easy", "teleportAction", "openDoors", "openContainers"),
+    *("selfWateringFlowerPots", "noElectricalAction"),
+)
+ELECTRICAL = ("power-component", "conductivity")
+"""Experiments with these words in their names need electrical actions."""
+
+
 class ScienceWorldWorld:
     """One experiment."""
 
@@ -58,8 +66,8 @@ class ScienceWorldWorld:
     ) -> None:
         """
         Args:
-            simplifications: What ScienceWorld makes easier, with commas between: easy (all of them), teleportAction,
-                openDoors, openContainers, selfWateringFlowerPots, noElectricalAction.
+            simplifications: What ScienceWorld makes easier, with commas between: easy (its own choice of the others),
+                teleportAction, openDoors, openContainers, selfWateringFlowerPots, noElectricalAction.
             admissible: Whether every observation lists the commands that the game would take: often hundreds.
         """
         import_peer(PACKAGE, extra=PACKAGE)
@@ -70,6 +78,14 @@ class ScienceWorldWorld:
             raise ConfigError(f"scienceworld has no experiment {experiment!r}{near}; expected {', '.join(known)}")
         if max_turns < 1:
             raise ConfigError(f"max_turns={max_turns}; expected at least 1")
+        for one in filter(None, simplifications.split(",")):
+            if one not in SIMPLIFICATIONS:
+                near = did_you_mean(one, SIMPLIFICATIONS)
+                raise ConfigError(f"simplifications={one!r}{near}; expected {', '.join(SIMPLIFICATIONS)}")
+        if "noElectricalAction" in simplifications and any(part in experiment for part in ELECTRICAL):
+            raise ConfigError(
+                f"simplifications=noElectricalAction: {experiment} needs electrical actions; leave it out"
+            )
         self.experiment = experiment
         self.name = f"scienceworld:{experiment}"
         self.simplifications = simplifications
@@ -120,7 +136,9 @@ def experiment_names() -> tuple[str, ...]:
 
 
 def open_host() -> JavaHost:
-    return JavaHost.of(PACKAGE, Path(str(importlib.resources.files(PACKAGE) / "scienceworld.jar")))
+    """A Java process that nobody else holds: simplifications, names and random numbers are global in the simulator."""
+    jar = Path(str(importlib.resources.files(PACKAGE) / "scienceworld.jar"))
+    return JavaHost.of(PACKAGE, jar, is_shared=False)
 
 
 @functools.cache
@@ -156,6 +174,7 @@ class ScienceGame:
         self._call("load", world.experiment, self._variation, world.simplifications, self._has_path)
         self._call("reset")
         seen = self._call("step", "look around")
+        self._scene(str(seen))  # before anything stands in front of an error
         return self._scene(f"{self._call('getTaskDescription')}\n\n{seen}")
 
     def act(self, command: str) -> Scene:
@@ -179,6 +198,8 @@ class ScienceGame:
         return self._host.call(self._simulator, method, *arguments)
 
     def _scene(self, text: str) -> Scene:
+        if text.lstrip().startswith("ERROR"):  # its own, and not the policy's: it would count as a lost attempt
+            raise RuntimeError(f"ScienceWorld says: {text.strip()[:500]}")
         score = float(self._call("getScore"))
         is_over = bool(self._call("getCompleted")) or score < 0
         return Scene(

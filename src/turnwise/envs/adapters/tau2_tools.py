@@ -212,6 +212,8 @@ class ServiceState:
             return f"Error: {tool.name} takes {takes}; check {(unknown + missing)[0]!r}"
         try:
             return self._inside(lambda: str(_run_at_once(tool.execute(**json.loads(json.dumps(call.arguments))))))
+        except ConfigError:
+            raise  # the package is another one than we know
         except Exception as error:  # noqa: BLE001 - the tools check little, so most of these are the policy's arguments
             name = "" if type(error).__name__ == "ToolError" else f"{type(error).__name__}: "
             return f"Error: {name}{str(error)[:_SHOWN_ERROR]}"

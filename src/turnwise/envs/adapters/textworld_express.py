@@ -90,6 +90,11 @@ class TextWorldExpressWorld:
             raise ConfigError(f"textworld_express has no game {game!r}{near}; expected {', '.join(GAMES)}")
         if not 0 <= level < len(TURNS):
             raise ConfigError(f"level={level}; expected 0 to {len(TURNS) - 1}")
+        if max_turns is not None and max_turns < 1:
+            raise ConfigError(f"max_turns={max_turns}; expected at least 1")
+        if wrong := {name: value for name, value in (settings or {}).items() if not isinstance(value, int)}:
+            name, value = next(iter(wrong.items()))
+            raise ConfigError(f"settings has {name}={value!r}; expected a whole number, or 0 or 1 for a switch")
         import_peer(PACKAGE, extra=EXTRA)
         find_java()
         self.game = game

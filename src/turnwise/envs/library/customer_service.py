@@ -158,6 +158,11 @@ class CustomerService:
             raise ConfigError(f"kinds has {unknown[0]!r}; expected some of {', '.join(REQUEST_KINDS)}")
         if self.side not in ("clerk", "customer"):
             raise ConfigError(f"side={self.side!r}; expected clerk or customer")
+        if self.side == "customer" and self.demonstration_skill < 1:
+            raise ConfigError(
+                f"demonstration_skill={self.demonstration_skill} is not read with side=customer, which makes no slips; "
+                "set demonstration_skill=1"
+            )
         if self.protocol not in ("tool_call", "line"):
             raise ConfigError(f"protocol={self.protocol!r}; expected tool_call or line")
         if self.max_turns < 0 or self.user_replies < 0 or self.user_words < 1:
@@ -386,7 +391,7 @@ class DeskGame:
         is_success = is_clean and data == wanted and (seat == CLERK or not self._num_wrong)
         share = sum(rights) / len(rights)
         return SeatOutcome(
-            reward=1.0 if is_success else self._world.partial_credit * share * is_clean,
+            reward=1.0 if is_success else self._world.partial_credit * share * (is_clean and seat == CLERK),
             is_success=is_success,
             info={
                 "settled_share": share,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 
 import pytest
@@ -43,14 +44,14 @@ async def test_the_wrong_focus_ends_it_and_a_reset_does_not_reach_the_simulator(
 
 
 async def test_attempts_beside_each_other_hear_what_each_hears_alone() -> None:
-    world = ScienceWorldWorld(SHORT)
-    tasks = world.tasks("train", 3, 0)
-    commands = ["look around", "inventory", "go to kitchen", "look around"]
-    alone = [said((await play(world, commands, task))[1]) for task in tasks]
-    envs = [world.make_env(task, 0) for task in tasks]
+    """Of several levels, started at the same time; animals wander by the simulator's global random numbers."""
+    worlds = [ScienceWorldWorld("find-animal", simplifications=level) for level in ("easy", "", "openDoors")]
+    tasks = worlds[0].tasks("train", 3, 0)
+    commands = ["go to outside", "look around", "wait", "open door to kitchen", "look around", "wait", "look around"]
+    alone = [said((await play(world, commands, task))[1]) for world, task in zip(worlds, tasks, strict=True)]
+    envs = [world.make_env(task, 0) for world, task in zip(worlds, tasks, strict=True)]
     try:
-        for env in envs:
-            await env.start()
+        await asyncio.gather(*(env.start() for env in envs))
         beside: list[list[str]] = [[] for _ in envs]
         for command in commands:
             for place, env in enumerate(envs):
@@ -80,3 +81,10 @@ def test_an_unknown_experiment_is_refused_with_the_nearest_name() -> None:
     assert len(experiment_names()) == 30
     with pytest.raises(ConfigError, match="did you mean 'boil'"):
         get_world("scienceworld:boill")
+
+
+def test_a_misspelt_simplification_is_refused_and_so_is_one_that_the_experiment_forbids() -> None:
+    with pytest.raises(ConfigError, match=r"simplifications='openDoor'; did you mean 'openDoors'\?"):
+        ScienceWorldWorld(SHORT, simplifications="easy,openDoor")
+    with pytest.raises(ConfigError, match="power-component needs electrical actions"):
+        ScienceWorldWorld("power-component", simplifications="noElectricalAction")

@@ -260,7 +260,7 @@ def test_the_dial_sets_the_level_and_nonsense_is_refused() -> None:
         {"user_words": 0},
         {"partial_credit": 2.0},
     ]
-    for options in refused:
+    for options in (*refused, {"side": "customer", "demonstration_skill": 0.7}):
         with pytest.raises(ConfigError):
             CustomerService(**options)
 
@@ -272,7 +272,7 @@ def test_a_policy_that_plays_the_customer_succeeds_if_it_tells_what_it_is_asked_
         right = [message.content for message in dialogue if message.role == "assistant"]
         assert last_step(task, right, world).is_success
         wrong = last_step(task, ["Hello.", *right[1:]], world)
-        assert (wrong.is_success, wrong.info["user_errors"]) == (False, 1.0)
+        assert (wrong.is_success, wrong.info["user_errors"], wrong.reward) == (False, 1.0, 0.0)
 
 
 @pytest.mark.model
