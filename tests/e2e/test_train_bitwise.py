@@ -13,13 +13,13 @@ from turnwise.cli import main
 from turnwise.models.store import resolve_model
 from turnwise.runlog.reader import RunReader
 
-SMALL = ("train.steps=2", "train.tasks_per_step=3", "eval.tasks=0", "warmup.steps=2", "warmup.demonstrations=8")
+SMALL = ("train.steps=2", "train.tasks_per_step=8", "eval.tasks=0", "warmup.steps=60")
 
 
 def test_the_drift_of_a_run_is_exactly_zero(tmp_path: Path) -> None:
     usual, exact = tmp_path / "usual", tmp_path / "exact"
-    assert main(["train", "guess_number", "model=tiny", *SMALL, f"run.dir={usual}"]) == 0
-    assert main(["train", "guess_number", "model=tiny", *SMALL, f"run.dir={exact}", "engine.bitwise=true"]) == 0
+    assert main(["train", "guess_number_tiny", *SMALL, f"run.dir={usual}"]) == 0
+    assert main(["train", "guess_number_tiny", *SMALL, f"run.dir={exact}", "engine.bitwise=true"]) == 0
     found = {}
     for place in (usual, exact):
         run = RunReader(place)
