@@ -36,6 +36,8 @@ def run(work: Generator[None, None, T]) -> T:
 def with_ops(engine: Engine, **changes: Any) -> None:
     """Give the engine a sampler whose device does some things in another way."""
     engine.model.ops = replace(engine.model.ops, **changes)
+    if engine.model.fused is not None and "attention" in changes:
+        engine.model.fused.ops = replace(engine.model.fused.ops, attention=changes["attention"])
     engine.sampler = Sampler(engine.model, engine.config, engine.memory, engine.model_dir)
 
 

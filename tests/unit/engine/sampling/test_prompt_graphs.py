@@ -76,8 +76,6 @@ def with_prompts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> WatchedProm
         can_capture_prefill=lambda *_: True,
     )
     with_graphs(engine, attention=attention)
-    # A plan looks its attention up by device.
-    monkeypatch.setattr("turnwise.engine.attention.plans.for_device", lambda _: engine.model.ops)
     prompts = engine.sampler.prompt_graphs
     assert isinstance(prompts, WatchedPrompts)
     prompts.taken = []
