@@ -245,10 +245,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="sample (tokens sampled per second), train (tokens trained per second), both (cost of switching between "
         "sampling and training), agreement (sampler and trainer logprobs), tree (shared prefixes), branch (branched "
         "dialogues), tenants (many adapters), speculation (guessed tokens), busy (a machine with other work), rollout "
-        "(slow envs), async (training ahead of slow envs), sandbox (cost of the sandbox), service (cost of HTTP), learners (several processes that "
-        "train), env-workers (several processes that play), simulation (cluster simulate against real runs), families "
-        "(every model family against transformers), step (whole GRPO steps), worlds (an expert and a random policy "
-        "in every world)",
+        "(slow envs), async (training ahead of slow envs), sandbox (cost of the sandbox), service (cost of HTTP), "
+        "learners (several processes that train), env-workers (several processes that play), simulation "
+        "(cluster simulate against real runs), families (every model family against transformers), step (whole GRPO "
+        "steps), worlds (an expert and a random policy in every world)",
     )
     return parser
 
