@@ -42,7 +42,7 @@ T_95 = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 MAX_ROUNDS = 40
-"""Of an arm that goes on until it has sampled enough."""
+"""Rounds of an arm that goes on until it has sampled enough, at most."""
 
 
 def run_one(job: tuple[str, str, int, Path, tuple[str, ...]], tokens: int = 0) -> dict[str, Any]:

@@ -21,7 +21,7 @@ CURVE_WIDTH = 48
 FIRST_TOLD_S = 10.0
 """Report a wait in its own line after this many seconds."""
 LINES_APART_S = 3.0
-"""Of a warm-up, and of a critic's batches, the plain view prints a line only this often: there may be hundreds."""
+"""Seconds between the plain view's lines about a warm-up or a critic's batches, of which there may be hundreds."""
 RECENT_STEPS = 10
 """Number of last steps from which speed and time left are computed."""
 

@@ -110,7 +110,7 @@ class PassCosts:
         self._least_row = row / 10
         self._num_passes = 0
         self._sums = [0.0] * 8
-        """Of passes, rows, drafts, rows^2, rows of passes with drafts, seconds, seconds * rows, seconds with drafts."""
+        """Passes, rows, drafts, rows^2, rows of passes with drafts, seconds, seconds * rows, seconds with drafts."""
         self.now: Costs | None = None
         """None before some passes were timed."""
 
