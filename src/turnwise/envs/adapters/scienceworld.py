@@ -173,13 +173,12 @@ class ScienceGame:
         world = self._world
         self._call("load", world.experiment, self._variation, world.simplifications, self._has_path)
         self._call("reset")
-        seen = self._call("step", "look around")
-        self._scene(str(seen))  # before anything stands in front of an error
+        seen = self._step("look around")
         return self._scene(f"{self._call('getTaskDescription')}\n\n{seen}")
 
     def act(self, command: str) -> Scene:
         self._said.append(command)
-        return self._scene(str(self._call("step", command)))
+        return self._scene(self._step(command))
 
     def gold_path(self) -> list[str]:
         return [str(command) for command in self._call("getGoldActionSequence")]
@@ -197,9 +196,13 @@ class ScienceGame:
         assert self._host is not None, "start comes first"
         return self._host.call(self._simulator, method, *arguments)
 
-    def _scene(self, text: str) -> Scene:
+    def _step(self, command: str) -> str:
+        text = str(self._call("step", command))
         if text.lstrip().startswith("ERROR"):  # its own, and not the policy's: it would count as a lost attempt
             raise RuntimeError(f"ScienceWorld says: {text.strip()[:500]}")
+        return text
+
+    def _scene(self, text: str) -> Scene:
         score = float(self._call("getScore"))
         is_over = bool(self._call("getCompleted")) or score < 0
         return Scene(
