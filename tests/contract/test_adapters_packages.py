@@ -45,7 +45,7 @@ def test_the_older_envs_of_verifiers_are_played_with_the_package_itself(tmp_path
 
     def fill(environment: Environment) -> None:
         environment.end_with(libraries.site_packages)
-        environment.install(*OLDER)
+        environment.install_missing(*OLDER)
 
     # Named after the environment behind it, whose name says which packages it has.
     python = make_environment(f"{OLDER[-1]}-on-{libraries.folder.name}", fill)
