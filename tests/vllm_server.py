@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
