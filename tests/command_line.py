@@ -1,4 +1,4 @@
-"""Runs our commands for tests: in this process, which costs no start, or as `python -m MODULE` in one of their own."""
+"""Runs our commands for tests: in this process, which costs no start, or in one of their own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import io
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from turnwise.cli import main
+from warm_start import WarmPopen
 
 SMALL_RUN = (
     "model=tiny",
@@ -63,14 +65,21 @@ def run_here(*arguments: str, code: int = 0) -> str:
 
 def run_module(*arguments: str, code: int = 0, stdin: str = "", **environment: str) -> str:
     """What `python -m ARGUMENTS` prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == code, f"{arguments}: {done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
+    kind = WarmPopen if arguments[0].startswith("turnwise.") else subprocess.Popen
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with kind([sys.executable, "-m", *arguments], text=True, env=env, **pipes) as process:
+        try:
+            said, complaints = process.communicate(stdin, timeout=SECONDS)
+        except BaseException:
+            process.kill()
+            raise
+    assert process.returncode == code, f"{arguments}: {said}\n{complaints}"
+    return said + complaints
+
+
+def start_cli(*arguments: str, **options: Any) -> subprocess.Popen[Any]:
+    """`turnwise ARGUMENTS` in a process of its own, which goes on; by default all that it prints is on one pipe."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return WarmPopen([sys.executable, "-m", "turnwise.cli", *arguments], env=env, **pipes | options)

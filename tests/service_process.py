@@ -8,11 +8,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+from command_line import start_cli
 from environments import ROOT, Environment, make_environment, run_in
 
 START_S = 240.0
@@ -41,12 +41,9 @@ class ServerProcess:
         return self._process.pid
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "turnwise.cli", "serve", "--model", self._model, "--port", str(self.port)]
-        self._process = subprocess.Popen(
-            [*command, "--data-dir", str(self.data_dir), *self._options],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        command = ["serve", "--model", self._model, "--port", str(self.port)]
+        self._process = start_cli(
+            *command, "--data-dir", str(self.data_dir), *self._options, stdout=None, stderr=subprocess.PIPE
         )
         is_up = threading.Event()
         process = self._process

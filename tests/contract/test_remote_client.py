@@ -18,6 +18,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from command_line import SECONDS, start_cli
 from local_server import serving
 from service_process import ROOT, ServerProcess, check_names, run_checks, sdk_python
 from turnwise.cli import main
@@ -70,14 +71,9 @@ def test_with_mints_sdk_the_remote_client_finds_that(name: str, mint_outcomes: d
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "turnwise.cli", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    with start_cli(*arguments, stderr=subprocess.PIPE) as process:
+        said, complaints = process.communicate(timeout=SECONDS)
+    return subprocess.CompletedProcess(process.args, process.returncode, said, complaints)
 
 
 def losses(directory: Path) -> dict[int, float]:
@@ -188,13 +184,7 @@ def test_a_service_that_stops_answering_is_named_and_the_run_can_be_resumed(
     limits = ["train.call_deadline_s=6", "rollout.sample_deadline_s=6", "rollout.max_retries=0"]
     options = [*SMALL, *limits, "warmup.steps=0", "eval.tasks=0", "train.save_every=1", "train.max_empty_steps=50"]
     train = ["train", "guess_number", "model=tiny", *options, f"base_url={server.url}", "train.steps=1000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "turnwise.cli", *train, f"run.dir={run_dir}"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start_cli(*train, f"run.dir={run_dir}")
     try:
         ends_s = time.monotonic() + 90
         while not has_checkpoint(run_dir):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import start_cli
 from turnwise.bench import async_train
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
@@ -80,13 +79,7 @@ def test_the_benchmark_of_playing_ahead_plays_both_ways_and_keeps_to_the_lag() -
 def _training(directory: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """A run in a process of its own."""
     command = ["train", WORLD, *SMALL, "eval.tasks=0", *options, f"run.dir={directory}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "turnwise.cli", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = start_cli(*command)
     try:
         yield process
     finally:

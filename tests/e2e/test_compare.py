@@ -6,13 +6,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from command_line import run_module, start_cli
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader, is_run
 
@@ -109,10 +108,10 @@ def test_a_run_that_fails_is_named_and_leaves_the_others_alone(
 @pytest.mark.usefixtures("tiny_dir")
 def test_a_grid_that_was_broken_off_goes_on_where_it_was(tmp_path: Path) -> None:
     out = tmp_path / "compare"
-    command = [sys.executable, "-m", "turnwise.cli", "compare", "methods=grpo,rloo", f"env={WORLD}", "seeds=1"]
+    command = ["compare", "methods=grpo,rloo", f"env={WORLD}", "seeds=1"]
     command += ["jobs=2", "tokens=6000", *SMALL, "train.save_every=1", "eval.every=0", f"dir={out}"]
     with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
+        process = start_cli(*command, stdout=said, stderr=said, start_new_session=True)
     deadline = time.monotonic() + 120
     while sum(_num_steps(place) > 2 for place in out.glob("*/*-seed0")) < 2:
         assert process.poll() is None, (tmp_path / "said").read_text()
@@ -123,8 +122,7 @@ def test_a_grid_that_was_broken_off_goes_on_where_it_was(tmp_path: Path) -> None
     places = sorted(place for place in out.glob("*/*-seed0") if place.is_dir())
     done = {place: _num_steps(place) for place in places}
     assert len(done) == 2
-    finished = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    run_module("turnwise.cli", *command)
     for place, num_steps in done.items():
         with RunReader(place) as run:
             assert [event.step for event in run.events("resumed")] == [num_steps], "not from the start"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from command_line import start_cli
 from turnwise.rounds.store import is_flywheel
 from turnwise.runlog.reader import RunReader
 
@@ -51,8 +50,8 @@ TABLES = (
 
 
 def _start(directory: Path, file: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "turnwise.cli", "flywheel", str(file), f"flywheel.dir={directory}"]
-    return subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    command = ("flywheel", str(file), f"flywheel.dir={directory}")
+    return start_cli(*command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=False)
 
 
 def _rows(directory: Path, sql: str) -> list[Any]:

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -21,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from command_line import run_module, start_cli
 from turnwise.backends.local import LocalPublisher
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.client.futures import ApiFuture
@@ -310,13 +309,7 @@ class BlockingWorld(SlowWorld):
 def _command(directory: Path, world: str, *options: str) -> subprocess.Popen[str]:
     small = ("model=tiny", "train.tasks_per_step=2", "rollout.group_size=2", "eval.tasks=0")
     more = ("train.max_empty_steps=1000", "train.call_deadline_s=3", "train.save_every=1", f"run.dir={directory}")
-    return subprocess.Popen(
-        [sys.executable, "-m", "turnwise.cli", "train", world, *small, *more, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return start_cli("train", world, *small, *more, *options)
 
 
 @pytest.mark.usefixtures("tiny_dir")
@@ -354,12 +347,4 @@ def test_a_disk_that_does_not_take_a_step_is_named_and_the_run_can_be_resumed(tm
     assert "disk: " in out
     with RunReader(directory) as run:
         done = run.checkpoints()[-1].step
-    again = subprocess.run(
-        [sys.executable, "-m", "turnwise.cli", "train", "--resume", str(directory), f"train.steps={done + 1}"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
-        check=False,
-    )
-    assert again.returncode == 0, again.stdout + again.stderr
+    run_module("turnwise.cli", "train", "--resume", str(directory), f"train.steps={done + 1}")

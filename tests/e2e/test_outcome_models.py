@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import turnwise as tw
+from command_line import run_module, start_cli
 from e2e.spurious_world import COLOURS, SpuriousWorld, question
 from turnwise.envs.base import assistant
 from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
@@ -82,10 +81,10 @@ def test_rl_on_an_outcome_model_with_a_shortcut_is_caught_by_the_alarm(tmp_path:
 @pytest.mark.timeout(900)
 def test_a_classifier_that_is_killed_ends_with_the_weights_of_one_that_nobody_touched(tmp_path: Path) -> None:
     plain = _train(tmp_path, save_every=4)
-    command = [sys.executable, "-m", "turnwise.cli", "orm", "train", str(tmp_path / "data.jsonl")]
+    command = ["orm", "train", str(tmp_path / "data.jsonl")]
     command += ["--out", str(tmp_path / "killed"), "model=tiny", "steps=40", "batch_size=16", "learning_rate=3e-3"]
     command += ["save_every=4"]
-    process = subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = start_cli(*command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + DEADLINE_S
     while not (tmp_path / "killed" / "progress.json").is_file() and process.poll() is None:
         assert time.monotonic() < deadline
@@ -94,7 +93,7 @@ def test_a_classifier_that_is_killed_ends_with_the_weights_of_one_that_nobody_to
     process.communicate()
     step = json.loads((tmp_path / "killed" / "progress.json").read_text())["step"]
     assert 4 <= step < 40, "it was killed on the way"
-    subprocess.run(command, env=os.environ, check=True, timeout=DEADLINE_S, stdout=subprocess.DEVNULL)
+    run_module("turnwise.cli", *command)
     ours, theirs = (_weights(tmp_path / name) for name in ("killed", "orm"))
     assert all((ours[name] == theirs[name]).all() for name in theirs)
     progress = [json.loads((tmp_path / name / "progress.json").read_text()) for name in ("killed", "orm")]

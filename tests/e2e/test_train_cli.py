@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from cases import plain_world_names
-from command_line import run_here, run_module
+from command_line import run_here, run_module, start_cli
 from turnwise.cli import main
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.runlog.reader import RunReader
@@ -31,17 +28,6 @@ SMALL = (
     "warmup.demonstrations=4",
     "run.dialogues=1",
 )
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-
-
-def _started(*arguments: str) -> subprocess.Popen[str]:
-    """A command that goes on, with all that it prints on one pipe."""
-    command = [sys.executable, "-m", "turnwise.cli", *arguments]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, text=True, env=_environment(), **pipes)
 
 
 def _turnwise(*arguments: str, stdin: str = "", code: int = 0) -> str:
@@ -190,7 +176,7 @@ def test_an_interrupted_and_resumed_run_ends_with_the_weights_of_one_that_was_no
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     _turnwise("train", "guess_number", *common, f"run.dir={whole}")
     said: list[str] = []
-    with _started("train", "guess_number", *common, f"run.dir={broken}") as process:
+    with start_cli("train", "guess_number", *common, f"run.dir={broken}") as process:
         assert process.stdout is not None
         for line in process.stdout:
             said.append(line)
@@ -212,7 +198,7 @@ def test_an_interrupted_and_resumed_run_ends_with_the_weights_of_one_that_was_no
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     arguments = (*SMALL, "warmup.steps=0", "train.steps=40", "train.save_every=1", f"run.dir={directory}")
-    with _started("train", "guess_number", *arguments) as process:
+    with start_cli("train", "guess_number", *arguments) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step 2/40"):  # the checkpoint of step 1 is there, that of step 2 is being written
