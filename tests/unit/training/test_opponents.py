@@ -44,6 +44,9 @@ QUICK: dict[str, Any] = {
 }
 
 
+WEIGHTS = ("base_weight", "last_weight", "best_weight", "scripted_weight")
+
+
 def make_config(words: str, world: str = "negotiate", **sections: Any) -> Config:
     return Config.model_validate(
         {"model": {"name": "tiny"}, "env": {"name": world, "options": {"opponent": words}}, **sections}
@@ -73,7 +76,8 @@ def test_options_that_no_opponent_reads_are_refused() -> None:
         ("self", {"opponent": {"panel": ["pool"]}}, "changes from step to step"),
         ("base", {"opponent": {"train": "both"}}, "not read"),
         ("http://127.0.0.1:1/v1", {}, "opponent.model is empty"),
-        ("pool", {"opponent": {"base_weight": 0, "scripted_weight": 0}}, "before the first snapshot"),
+        ("pool", {"opponent": dict.fromkeys(WEIGHTS, 0)}, "the pool is empty"),
+        ("pool", {"rollout": {"same_start": False}}, "meet different opponents"),
         ("base", {"opponent": {"deadline_s": 90}}, "step_deadline_s"),
         ("self", {"opponent": {"train": "both"}, "method": {"name": "la_grpo"}}, "plays groups"),
     )
@@ -147,6 +151,31 @@ def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished
     capsys.readouterr()
     assert run_eval(str(run.directory), None, "last", [], as_json=True) == 0
     assert set(json.loads(capsys.readouterr().out)["by_opponent"]) == {"base", "random"}
+
+
+async def test_the_policy_that_training_begins_with_is_the_pools_first_snapshot() -> None:
+    own_only = {"base_weight": 0, "scripted_weight": 0, "panel": ["base"]}
+    warm = {"warmup": {"steps": 1}}
+    for sections, expected in (
+        ({"opponent": own_only}, ["snapshot_0"]),
+        (warm, ["snapshot_0"]),
+        ({"warmup": {"steps": 0}}, []),  # the base model itself, which is a member
+    ):
+        config = make_config("pool", **{"opponent": {"panel": ["base"]}, **sections})
+        world = get_world("negotiate", opponent="pool")
+        check_opponents(config, world)
+        with ServiceClient() as service:
+            rollout = RolloutConfig(max_trajectory_tokens=2048).for_world(world)
+            with Opponents(config, world, service, rollout) as opponents:
+                opponents.open()
+                assert opponents.pool is not None
+                trainer = service.create_lora_training_client("tiny", rank=4, seed=0)
+                for _ in range(2):  # a run that goes on before its first step has it from its checkpoint
+                    await opponents.before_first_step(trainer)
+                assert list(opponents.pool.snapshots) == expected
+                (task,) = world.tasks("train", 1, 0)
+                drawn = {opponents.pool.draw(task, seed).name for seed in range(40)}
+                assert drawn == {"snapshot_0"} if sections.get("opponent") else "base" in drawn
 
 
 def test_policies_with_different_adapters_in_one_batch_sample_as_each_does_alone() -> None:
