@@ -20,7 +20,7 @@ from turnwise.commands.inspect import run_certify, run_replay
 from turnwise.commands.play import run_eval
 from turnwise.config.config import Config
 from turnwise.credit.advantages import center_by_group
-from turnwise.envs.base import assistant
+from turnwise.envs.base import Task, World, assistant
 from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError, Party
 from turnwise.models.store import fetch_model
@@ -30,6 +30,7 @@ from turnwise.rollout.group import play_groups
 from turnwise.rollout.self_play import split_seats
 from turnwise.runlog.reader import RunReader
 from turnwise.training.opponents import Opponents, check_opponents, find_source
+from turnwise.training.policy import find_policy
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import AdamParams, Datum, ModelInput, SamplingParams
 
@@ -151,6 +152,12 @@ def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished
     capsys.readouterr()
     assert run_eval(str(run.directory), None, "last", [], as_json=True) == 0
     assert set(json.loads(capsys.readouterr().out)["by_opponent"]) == {"base", "random"}
+    with find_policy(str(run.directory), step="last") as policy:
+        world = get_world("negotiate", opponent="pool")
+        rollout = RolloutConfig(max_trajectory_tokens=2048, max_tokens_per_turn=6).for_world(world)
+        with policy.opposed(world, rollout) as against:
+            names = {asyncio.run(_who_plays(against, task)) for task in world.tasks("train", 4, 0)}
+        assert names & {"snapshot_3", "snapshot_4"}, "the pool of the checkpoint"
 
 
 async def test_the_policy_that_training_begins_with_is_the_pools_first_snapshot() -> None:
@@ -281,6 +288,12 @@ def test_another_base_model_is_loaded_beside_the_policys(tmp_path: Path) -> None
     with RunReader(run.directory) as reader:
         assert {reader.attempt(row.id).trajectory.labels["opponent"] for row in reader.attempts()} == {str(other)}
     run.close()
+
+
+async def _who_plays(world: World, task: Task) -> str:
+    env = world.make_env(task, 0)
+    await env.start()
+    return (await env.step(assistant("Hello."))).labels["opponent"]
 
 
 def _trained(service: ServiceClient, seed: int) -> Any:
