@@ -132,7 +132,13 @@ def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished
     (gone,) = run.directory.glob("checkpoints/*/sampler_weights/opponent-000001")
     orphan = shutil.copytree(gone, gone.with_name("opponent-000009"))  # after the checkpoint that the run goes on from
     with RunReader(run.directory) as before:
-        names = Counter(before.attempt(row.id).trajectory.labels["opponent"] for row in before.attempts())
+        played = [(row, before.attempt(row.id).trajectory) for row in before.attempts()]
+        names = Counter(attempt.labels["opponent"] for _, attempt in played)
+        drawn = sum(value for _, value in before.metric("rollout/tokens_drawn"))
+        own = [turn.sampled_ids for row, attempt in played if row.phase == "train" for turn in attempt.turns]
+        assert drawn == sum(map(len, own)), "the opponent's tokens are nobody's"
+        for group in {(row.step, row.task_id) for row, _ in played if row.phase == "train"}:
+            assert len({one.labels["opponent"] for row, one in played if (row.step, row.task_id) == group}) == 1
         assert names["base"] >= 2
         assert names["snapshot_1"]
         assert "opponent/eval_reward_random" in before.metric_names()
