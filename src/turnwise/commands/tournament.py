@@ -57,7 +57,7 @@ def run_tournament(players: Sequence[str], overrides: Sequence[str], options: To
             raise ConfigError(f"{config.env.name} has one side only; expected a world with two, such as negotiate")
         tasks = distinct_tasks(world, "test", options.num_tasks, derive_seed(config.train.seed, "tasks"))
         with _seat(players, policy, world, sided) as seated:
-            progress = _Progress(len(players) * (len(players) - 1) * len(tasks))
+            progress = _GamesDone(len(players) * (len(players) - 1) * len(tasks))
             say(f"{len(tasks)} held-out tasks, {progress.num_games} games ...")
             work = play_tournament(sided, seated, tasks, seed=config.train.seed, on_game=progress.add)
             games = asyncio.run(work)
@@ -70,7 +70,7 @@ def run_tournament(players: Sequence[str], overrides: Sequence[str], options: To
     return ExitCode.OK
 
 
-class _Progress:
+class _GamesDone:
     """Says now and then how many games were played."""
 
     def __init__(self, num_games: int) -> None:
