@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from turnwise.commands.train import say
 from turnwise.config.files import config_from_yaml
-from turnwise.envs.seats import TwoSidedWorld
+from turnwise.envs.base import World
+from turnwise.envs.seats import Opponent, TwoSidedWorld
 from turnwise.errors import ConfigError
-from turnwise.opponents.matrix_figure import matrix_svg
+from turnwise.opponents.matrix_figure import matrix_svg, short_labels
 from turnwise.opponents.seating import two_sided
 from turnwise.opponents.tournament import Estimate, Standings, TournamentGame, play_tournament, standings
 from turnwise.rollout.seeds import derive_seed
@@ -23,6 +26,10 @@ from turnwise.training.assemble import distinct_tasks, make_eval_rollout
 from turnwise.training.opponents import POOL, SELF, Opponents
 from turnwise.training.policy import PolicySampler, WorldChoice, find_policy
 from turnwise.training.setup import find_facts, read_config
+
+SECONDS_PER_LINE = 10.0
+MAX_LABEL = 40
+"""Characters of a player's name in the printed table; `--json` has the whole names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +55,11 @@ def run_tournament(players: Sequence[str], overrides: Sequence[str], options: To
         sided = two_sided(world)
         if sided is None:
             raise ConfigError(f"{config.env.name} has one side only; expected a world with two, such as negotiate")
-        rollout = make_eval_rollout(config, config.rollout.for_world(world, find_facts(config).context_length))
         tasks = distinct_tasks(world, "test", options.num_tasks, derive_seed(config.train.seed, "tasks"))
-        with Opponents(config, world, policy.service, rollout) as opponents:
-            seated = {name: opponents.player(name) for name in players}
-            say(f"{len(tasks)} held-out tasks, {len(players) * (len(players) - 1) * len(tasks)} games ...")
-            work = play_tournament(sided, seated, tasks, seed=config.train.seed)
+        with _seat(players, policy, world, sided) as seated:
+            progress = _GamesDone(len(players) * (len(players) - 1) * len(tasks))
+            say(f"{len(tasks)} held-out tasks, {progress.num_games} games ...")
+            work = play_tournament(sided, seated, tasks, seed=config.train.seed, on_game=progress.add)
             games = asyncio.run(work)
     table = standings(games)
     print(_to_json(table, games) if options.as_json else "\n".join(_lines(table, sided, games)))
@@ -62,6 +68,35 @@ def run_tournament(players: Sequence[str], overrides: Sequence[str], options: To
         Path(options.out).write_text(matrix_svg(table, title), encoding="utf-8")
         say(f"matrix  {options.out}")
     return ExitCode.OK
+
+
+class _GamesDone:
+    """Says now and then how many games were played."""
+
+    def __init__(self, num_games: int) -> None:
+        self.num_games = num_games
+        self._num_done = 0
+        self._told_s = time.monotonic()
+
+    def add(self) -> None:
+        self._num_done += 1
+        if time.monotonic() - self._told_s >= SECONDS_PER_LINE:
+            self._told_s = time.monotonic()
+            say(f"{self._num_done} of {self.num_games} games")
+
+
+@contextlib.contextmanager
+def _seat(
+    players: Sequence[str], policy: PolicySampler, world: World, sided: TwoSidedWorld
+) -> Iterator[dict[str, Opponent | None]]:
+    """The players, with their models loaded. Scripts alone need no model."""
+    config = policy.config
+    if all(name in sided.scripted_opponents for name in players):
+        yield dict.fromkeys(players)
+        return
+    rollout = make_eval_rollout(config, config.rollout.for_world(world, find_facts(config).context_length))
+    with Opponents(config, world, policy.service, rollout) as opponents:
+        yield {name: opponents.player(name) for name in players}
 
 
 def _check_names(players: Sequence[str]) -> None:
@@ -96,23 +131,25 @@ def _open(players: Sequence[str], overrides: Sequence[str], env: str | None) -> 
 
 def _lines(table: Standings, sided: TwoSidedWorld, games: Sequence[TournamentGame]) -> list[str]:
     names = sorted(table.names, key=lambda name: -table.ratings[name].value)
-    width = max(len(name) for name in names)
+    labels = short_labels(names, MAX_LABEL)
+    width = max(len(label) for label in labels.values())
     head = f"{'player':<{width}}  {'Elo':>22}  {'reward':>18}  seat 0  seat 1  agreement  joint"
     lines = [head]
     for name in names:
         first, second = (_cell(value) for value in table.by_seat[name])
+        elo, reward = table.ratings[name].number(0), table.payoffs[name].number()
         lines.append(
-            f"{name:<{width}}  {table.ratings[name].number(0):>22}  {table.payoffs[name].number():>18}  {first:>6}  "
-            f"{second:>6}  {_cell(table.agreement[name]):>9}  {_cell(table.joint[name]):>5}"
+            f"{labels[name]:<{width}}  {elo:>22}  {reward:>18}  {first:>6}  {second:>6}  "
+            f"{_cell(table.agreement[name]):>9}  {_cell(table.joint[name]):>5}"
         )
     lines += [
         "",
         "reward of the row against the column:",
-        " " * width + "".join(f"  {name[-18:]:>18}" for name in names),
+        " " * width + "".join(f"  {label:>18}" for label in short_labels(names, 18).values()),
     ]
     for own in names:
         cells = [_matrix_cell(table, own, other) for other in names]
-        lines.append(f"{own:<{width}}" + "".join(f"  {cell:>18}" for cell in cells))
+        lines.append(f"{labels[own]:<{width}}" + "".join(f"  {cell:>18}" for cell in cells))
     if table.num_failed:
         first_failure = next(game.failure for game in games if game.failure)
         lines.append(f"{table.num_failed} games failed and are not scored; the first: {first_failure}")

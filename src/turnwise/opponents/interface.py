@@ -27,6 +27,10 @@ class RunOpponents(Protocol):
         """Take the games of a step into the ratings; the metrics of the step, by opponent."""
         ...
 
+    async def before_first_step(self, trainer: TrainingClient) -> None:
+        """Let the policy that training begins with join a pool."""
+        ...
+
     async def after_step(self, trainer: TrainingClient, step: int) -> None:
         """Let a snapshot of the policy join, if it is time."""
         ...

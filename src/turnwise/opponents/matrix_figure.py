@@ -7,7 +7,6 @@ wins by being unreasonable is seen at once: dark cells, and a small joint surplu
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -22,7 +21,7 @@ def matrix_svg(table: Standings, title: str) -> str:
     """Each cell is the row's mean reward against the column, with its interval; darker is more."""
     names = sorted(table.names, key=lambda name: -table.ratings[name].value)
     labels = short_labels(names)
-    rows = {name: f"{labels[name]} ({table.ratings[name].value:+.0f} Elo)" for name in names}
+    rows = {name: f"{labels[name]} ({round(table.ratings[name].value):+d} Elo)" for name in names}
     left = 24 + LETTER * max(len(text) for text in rows.values())
     beside = _columns_beside(table)
     size = CELL * (len(names) + len(beside)) + (12 if beside else 0)
@@ -53,14 +52,30 @@ _READ = "rows by rating, the best first; a cell: the row's reward against the co
 
 
 def short_labels(names: Sequence[str], length: int = 24) -> dict[str, str]:
-    """The last part of each path; two that end alike keep the part before, too."""
-    ends = Counter(_end(name, 1) for name in names)
-    found = {name: _end(name, 1 if ends[_end(name, 1)] == 1 else 2) for name in names}
+    """The last part of each path, and as many parts before it as tell it from the others. A checkpoint in a run's
+    directory is told by the run and the step."""
+    parts = {name: _label_parts(name) for name in names}
+
+    def label(name: str) -> str:
+        own, least = parts[name], 2 if _is_in_run(name) else 1
+        for count in range(least, len(own)):
+            if sum(other[-count:] == own[-count:] for other in parts.values()) == 1:
+                return "/".join(own[-count:])
+        return "/".join(own)
+
+    found = {name: label(name) for name in names}
     return {name: text if len(text) <= length else f"…{text[1 - length :]}" for name, text in found.items()}
 
 
-def _end(name: str, count: int) -> str:
-    return "/".join(name.rstrip("/").split("/")[-count:]) or name
+def _label_parts(name: str) -> list[str]:
+    parts = name.rstrip("/").split("/")
+    return [*parts[:-4], parts[-1]] if _is_in_run(name) else parts
+
+
+def _is_in_run(name: str) -> bool:
+    """Whether a path is RUN/checkpoints/ID/weights/step-N, of which RUN and step-N say who it is."""
+    parts = name.rstrip("/").split("/")
+    return len(parts) > 4 and parts[-4] == "checkpoints"
 
 
 def _columns_beside(table: Standings) -> list[tuple[str, Mapping[str, float]]]:

@@ -4,8 +4,9 @@
 
 A policy that plays only against itself forgets how to play others. Earlier snapshots in the pool keep them in its
 data. Members are rated on the Elo scale (`turnwise.opponents.elo`) by the attempts that they were recorded in: the side
-with the larger reward won. The policy itself changes, so its games count as those of the snapshot that it was last, and
-before the first snapshot as those of `start`. `best` is the snapshot with the highest rating.
+with the larger reward won. The policy itself changes, so its games count as those of the snapshot that it was last. The
+policy that training begins with is the first snapshot; if that is the base model, which is a member anyway, the games
+before the first snapshot count as those of `start`. `best` is the snapshot with the highest rating.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from turnwise.opponents.config import OpponentConfig
 from turnwise.opponents.elo import elo_ratings
 
 START = "start"
-"""Who the policy is before its first snapshot."""
+"""Who the policy is before its first snapshot: the base model."""
 SNAPSHOT_FILES = "opponent-"
 """How the names of the snapshots' checkpoints begin."""
 _REMEMBERED = 4096

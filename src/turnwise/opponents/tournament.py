@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -51,7 +51,8 @@ class Estimate:
     high: float
 
     def number(self, digits: int = 2) -> str:
-        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+        value, low, high = (round(one, digits) + 0.0 for one in (self.value, self.low, self.high))  # never -0
+        return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +80,22 @@ async def play_tournament(
     *,
     seed: int,
     max_concurrency: int = 64,
+    on_game: Callable[[], None] = lambda: None,
 ) -> list[TournamentGame]:
-    """Play every pair at every task, with both seatings. A player that is None is the world's script of that name."""
+    """Play every pair at every task, with both seatings. A player that is None is the world's script of that name.
+
+    Args:
+        on_game: Called after each game.
+    """
     room = asyncio.Semaphore(max_concurrency)
     pairs = [seating for pair in combinations(players, 2) for seating in (pair, pair[::-1])]
 
     async def one(names: tuple[str, str], task: Task) -> TournamentGame:
         async with room:
             seated = [players[name] or ScriptedOpponent(world, name, task) for name in names]
-            return await _play(world, names, seated, task, seed)
+            game = await _play(world, names, seated, task, seed)
+        on_game()
+        return game
 
     games = [one((first, second), task) for first, second in pairs for task in tasks]
     return list(await asyncio.gather(*games))

@@ -313,6 +313,12 @@ def remove_snapshots(directory: Path, kept: Sequence[CheckpointRow]) -> None:
             remove_directory(place)
 
 
+def saved_pool(directory: Path, path: str) -> PoolState | None:
+    """The pool of opponents that a run had at the checkpoint with this path; None if it had none."""
+    with RunReader(directory) as run:
+        return next(iter(_pools([row for row in run.checkpoints() if row.path == path])), None)
+
+
 def _pools(rows: Sequence[CheckpointRow]) -> list[PoolState]:
     """The pools of opponents in the states of checkpoints."""
     states = [json.loads(row.state) for row in rows if row.state is not None]

@@ -142,6 +142,9 @@ class Loop:
         await self._warm_up()
         await self._pretrain_critic()
         await self._publish_unread()
+        if self._opponents is not None and self.num_steps and not self.done_step:
+            work = self._opponents.before_first_step(self._trainer)
+            await self.watchdog.call("trainer", "save the policy for the pool of opponents", work)
         self._phase("training")
         num_done = self.done_step * self._config.train.accumulate
         self.supply.open(self._sampler, num_done, self._state, self._num_batches)

@@ -146,8 +146,8 @@ def check_opponents(config: Config, world: World) -> None:
     _check_unread(config.opponent, changed, {source.kind for source in sources}, sided)
     if config.opponent.train == "both":
         _check_both(config, world, sided)
-    if sided.opponent == POOL and not config.opponent.base_weight + config.opponent.scripted_weight:
-        raise ConfigError("opponent.base_weight and scripted_weight are 0: nobody is there before the first snapshot")
+    if sided.opponent == POOL:
+        _check_pool(config)
     if config.opponent.deadline_s >= config.rollout.step_deadline_s and {s.kind for s in sources} != {"script"}:
         raise ConfigError(
             f"opponent.deadline_s={config.opponent.deadline_s:g} is not less than rollout.step_deadline_s="
@@ -180,6 +180,17 @@ def _check_unread(config: OpponentConfig, changed: Sequence[str], kinds: set[Kin
         raise ConfigError(f"{option} is not read by env.options.opponent={sided.opponent}; leave it out")
     if kinds & {"address", "tinker"} and not config.model:
         raise ConfigError("opponent.model is empty; an address needs the name of the model that is asked there")
+
+
+def _check_pool(config: Config) -> None:
+    weights = [f"{name}_weight" for name in ("base", "last", "best", "scripted")]
+    if not sum(getattr(config.opponent, weight) for weight in weights):
+        raise ConfigError(f"the pool is empty: opponent.{', '.join(weights)} are all 0; give one of them a weight")
+    if not config.rollout.same_start:
+        raise ConfigError(
+            "opponent=pool with rollout.same_start=false: the attempts of a group would meet different opponents, and "
+            "advantages would compare these; leave same_start out"
+        )
 
 
 def _check_both(config: Config, world: World, sided: TwoSidedWorld) -> None:
@@ -268,6 +279,12 @@ class Opponents:
             self._newest = NewestSampler(sampler.client, sampler.version)
             self._made[SELF] = self._as_opponent(SELF, self._newest)
         self._newest.follow(sampler)
+
+    async def before_first_step(self, trainer: TrainingClient) -> None:
+        """Let the policy join the pool as training begins with it, unless it is the base model, which is there."""
+        is_base = not (self._config.warmup.steps or self._config.model.start_from)
+        if self.pool is not None and not self.pool.snapshots and not (is_base and self.pool.base is not None):
+            await self.after_step(trainer, 0)
 
     async def after_step(self, trainer: TrainingClient, step: int) -> None:
         """Let a snapshot join the pool, if it is time."""

@@ -15,7 +15,7 @@ from turnwise.cli import main
 from turnwise.envs.game import Game
 from turnwise.envs.library.negotiate import Negotiate
 from turnwise.errors import DataError
-from turnwise.opponents.matrix_figure import matrix_svg
+from turnwise.opponents.matrix_figure import matrix_svg, short_labels
 from turnwise.opponents.tournament import TournamentGame, bradley_terry, play_tournament, standings
 from turnwise.trajectory import Message
 
@@ -96,9 +96,23 @@ def test_the_picture_tells_players_apart_and_shows_who_is_unreasonable() -> None
         assert value in texts
 
 
+def test_labels_tell_players_apart_by_as_little_as_that_takes() -> None:
+    names = [
+        *(f"/data/{run}/checkpoints/id-{run}/weights/step-{n}" for run in ("pool", "self") for n in (5, 9)),
+        "tough",
+    ]
+    names += ["runs/a/best/", "runs/b/best", "one/runs/c", "two/runs/c"]
+    expected = ["pool/step-5", "pool/step-9", "self/step-5", "self/step-9", "tough"]
+    assert list(short_labels(names).values()) == [*expected, "a/best", "b/best", "one/runs/c", "two/runs/c"]
+    assert short_labels(["a" * 30], 10) == {"a" * 30: "…aaaaaaaaa"}
+
+
 def test_the_command_rates_scripts_and_refuses_what_is_no_player(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TURNWISE_HOME", str(tmp_path))
+    assert main(["tournament", "tough", "fair", "--env", "negotiate", "--tasks", "2"]) == 0
+    assert "tough" in capsys.readouterr().out, "scripts need no model"
     picture = tmp_path / "matrix.svg"
     command = ["tournament", "--env", "negotiate", "--tasks", "12", "model=tiny"]
     assert main([*command, "tough", "random", "--json", "--out", str(picture)]) == 0

@@ -20,7 +20,7 @@ from turnwise.commands.inspect import run_certify, run_replay
 from turnwise.commands.play import run_eval
 from turnwise.config.config import Config
 from turnwise.credit.advantages import center_by_group
-from turnwise.envs.base import assistant
+from turnwise.envs.base import Task, World, assistant
 from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError, Party
 from turnwise.models.store import fetch_model
@@ -30,6 +30,7 @@ from turnwise.rollout.group import play_groups
 from turnwise.rollout.self_play import split_seats
 from turnwise.runlog.reader import RunReader
 from turnwise.training.opponents import Opponents, check_opponents, find_source
+from turnwise.training.policy import find_policy
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import AdamParams, Datum, ModelInput, SamplingParams
 
@@ -42,6 +43,9 @@ QUICK: dict[str, Any] = {
     "train": {"tasks_per_step": 2, "num_tasks": 8},
     "observer": tw.Observer(),
 }
+
+
+WEIGHTS = ("base_weight", "last_weight", "best_weight", "scripted_weight")
 
 
 def make_config(words: str, world: str = "negotiate", **sections: Any) -> Config:
@@ -73,7 +77,8 @@ def test_options_that_no_opponent_reads_are_refused() -> None:
         ("self", {"opponent": {"panel": ["pool"]}}, "changes from step to step"),
         ("base", {"opponent": {"train": "both"}}, "not read"),
         ("http://127.0.0.1:1/v1", {}, "opponent.model is empty"),
-        ("pool", {"opponent": {"base_weight": 0, "scripted_weight": 0}}, "before the first snapshot"),
+        ("pool", {"opponent": dict.fromkeys(WEIGHTS, 0)}, "the pool is empty"),
+        ("pool", {"rollout": {"same_start": False}}, "meet different opponents"),
         ("base", {"opponent": {"deadline_s": 90}}, "step_deadline_s"),
         ("self", {"opponent": {"train": "both"}, "method": {"name": "la_grpo"}}, "plays groups"),
     )
@@ -127,7 +132,13 @@ def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished
     (gone,) = run.directory.glob("checkpoints/*/sampler_weights/opponent-000001")
     orphan = shutil.copytree(gone, gone.with_name("opponent-000009"))  # after the checkpoint that the run goes on from
     with RunReader(run.directory) as before:
-        names = Counter(before.attempt(row.id).trajectory.labels["opponent"] for row in before.attempts())
+        played = [(row, before.attempt(row.id).trajectory) for row in before.attempts()]
+        names = Counter(attempt.labels["opponent"] for _, attempt in played)
+        drawn = sum(value for _, value in before.metric("rollout/tokens_drawn"))
+        own = [turn.sampled_ids for row, attempt in played if row.phase == "train" for turn in attempt.turns]
+        assert drawn == sum(map(len, own)), "the opponent's tokens are nobody's"
+        for group in {(row.step, row.task_id) for row, _ in played if row.phase == "train"}:
+            assert len({one.labels["opponent"] for row, one in played if (row.step, row.task_id) == group}) == 1
         assert names["base"] >= 2
         assert names["snapshot_1"]
         assert "opponent/eval_reward_random" in before.metric_names()
@@ -147,6 +158,37 @@ def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished
     capsys.readouterr()
     assert run_eval(str(run.directory), None, "last", [], as_json=True) == 0
     assert set(json.loads(capsys.readouterr().out)["by_opponent"]) == {"base", "random"}
+    with find_policy(str(run.directory), step="last") as policy:
+        world = get_world("negotiate", opponent="pool")
+        rollout = RolloutConfig(max_trajectory_tokens=2048, max_tokens_per_turn=6).for_world(world)
+        with policy.opposed(world, rollout) as against:
+            names = {asyncio.run(_who_plays(against, task)) for task in world.tasks("train", 4, 0)}
+        assert names & {"snapshot_3", "snapshot_4"}, "the pool of the checkpoint"
+
+
+async def test_the_policy_that_training_begins_with_is_the_pools_first_snapshot() -> None:
+    own_only = {"base_weight": 0, "scripted_weight": 0, "panel": ["base"]}
+    warm = {"warmup": {"steps": 1}}
+    for sections, expected in (
+        ({"opponent": own_only}, ["snapshot_0"]),
+        (warm, ["snapshot_0"]),
+        ({"warmup": {"steps": 0}}, []),  # the base model itself, which is a member
+    ):
+        config = make_config("pool", **{"opponent": {"panel": ["base"]}, **sections})
+        world = get_world("negotiate", opponent="pool")
+        check_opponents(config, world)
+        with ServiceClient() as service:
+            rollout = RolloutConfig(max_trajectory_tokens=2048).for_world(world)
+            with Opponents(config, world, service, rollout) as opponents:
+                opponents.open()
+                assert opponents.pool is not None
+                trainer = service.create_lora_training_client("tiny", rank=4, seed=0)
+                for _ in range(2):  # a run that goes on before its first step has it from its checkpoint
+                    await opponents.before_first_step(trainer)
+                assert list(opponents.pool.snapshots) == expected
+                (task,) = world.tasks("train", 1, 0)
+                drawn = {opponents.pool.draw(task, seed).name for seed in range(40)}
+                assert drawn == {"snapshot_0"} if sections.get("opponent") else "base" in drawn
 
 
 def test_policies_with_different_adapters_in_one_batch_sample_as_each_does_alone() -> None:
@@ -252,6 +294,12 @@ def test_another_base_model_is_loaded_beside_the_policys(tmp_path: Path) -> None
     with RunReader(run.directory) as reader:
         assert {reader.attempt(row.id).trajectory.labels["opponent"] for row in reader.attempts()} == {str(other)}
     run.close()
+
+
+async def _who_plays(world: World, task: Task) -> str:
+    env = world.make_env(task, 0)
+    await env.start()
+    return (await env.step(assistant("Hello."))).labels["opponent"]
 
 
 def _trained(service: ServiceClient, seed: int) -> Any:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
@@ -243,12 +244,15 @@ class Negotiate:
                 "held_out=payoffs"
             )
         rng, found = random_for(self.name, split, seed), dict[str, Task]()
+        per_game: Counter[str] = Counter()  # so that both roles and both orders come up in each game
         for number in range(_TRIES_PER_TASK * max(count, 10)):
             if len(found) >= count:
                 break
-            task = self._draw_task(split, games[number % len(games)], len(found), rng)
-            if task is not None:
-                found.setdefault(task.id, task)
+            game = games[number % len(games)]
+            task = self._draw_task(split, game, per_game[game], rng)
+            if task is not None and task.id not in found:
+                found[task.id] = task
+                per_game[game] += 1
         return draw(list(found.values()), count, rng) if count else []
 
     def policy_seat(self, task: Task) -> int:
@@ -323,12 +327,13 @@ class Negotiate:
         kinds: tuple[Kind, ...] = KINDS if self.kinds == "mixed" else (self.kinds,)
         scenario = scenario_of(game, is_out_of_domain=is_other)
         table = draw_table(scenario, rng, num_issues=self.num_issues, num_options=self.num_options, kinds=kinds)
-        points = "-".join(
+        points = [
             f"{issue.name}{issue.options[0]}:{'.'.join(str(row[end]) for row in issue.points for end in (0, -1))}"
             for issue in table.issues
-        ).replace(" ", "")
-        key = f"{game}-{points}"  # without role and order: a table that is held out is held out for both sides
-        if not is_other and split_of(key) != split:
+        ]
+        key, table_key = (f"{game}-{'-'.join(order)}".replace(" ", "") for order in (points, sorted(points)))
+        # A table that is held out is held out for both sides, whoever begins and whichever issue is named first.
+        if not is_other and split_of(table_key) != split:
             return None
         seat, first = number % 2, number // 2 % 2
         return Task(

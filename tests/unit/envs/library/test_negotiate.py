@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_each_side_sees_its_own_points_only_and_the_others_last_words() -> None:
 
 def test_out_of_domain_games_and_held_out_payoffs_are_never_trained_on() -> None:
     def table(task: Task) -> str:
-        return f"{task.data['game']} {task.data['issues']}"
+        return f"{task.data['game']} {sorted(map(str, task.data['issues']))}"  # in whichever order they are named
 
     def words(tasks: Sequence[Task]) -> set[str]:
         return {issue["name"] for task in tasks if task.data["game"] == "random" for issue in task.data["issues"]}
@@ -127,8 +128,20 @@ def test_out_of_domain_games_and_held_out_payoffs_are_never_trained_on() -> None
     assert {table(task) for task in train}.isdisjoint({table(task) for task in same})
     by_id = {task.id: table(task) for task in [*train, *other, *same]}
     assert all(by_id[task.id] == table(task) for task in [*train, *other, *same]), "one id, one table"
-    for key in ("seat", "first"):
-        assert sum(task.data[key] for task in train) == len(train) / 2, "roles and beginners alternate"
+
+
+def test_roles_and_beginners_alternate_in_every_game() -> None:
+    for world, split in (
+        (Negotiate(), "train"),
+        (Negotiate(), "test"),
+        (Negotiate(held_out="payoffs"), "test"),
+        (Negotiate(games="rental,hotel,merger"), "test"),
+    ):
+        tasks = world.tasks(split, 200, 5)
+        for game in {task.data["game"] for task in tasks}:
+            seats = Counter((task.data["seat"], task.data["first"]) for task in tasks if task.data["game"] == game)
+            assert len(seats) == 4, game
+            assert max(seats.values()) - min(seats.values()) <= 1, game
 
 
 def test_the_world_keeps_the_rules_at_every_difficulty() -> None:
