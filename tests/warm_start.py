@@ -1,7 +1,7 @@
-"""Starts `python -m MODULE` as a fork of a process that has imported everything already.
+"""Starts `python -m MODULE` or `python -c CODE` as a fork of a process that has imported everything already.
 
 A command of ours imports for four seconds of processor time before it does anything, and tests start more than a
-hundred. The fork runs the same module as `__main__`, with arguments, environment, directory and pipes of its own, and
+hundred. The fork runs the same code as `__main__`, with arguments, environment, directory and pipes of its own, and
 it is a child of the caller like any other. It computes with one thread.
 """
 
@@ -26,12 +26,12 @@ _PARAMETERS = [*inspect.signature(_EXECUTE).parameters][1:]
 
 
 class WarmPopen(subprocess.Popen[Any]):
-    """`subprocess.Popen([sys.executable, "-m", MODULE, ...])`, without the imports."""
+    """`subprocess.Popen([sys.executable, "-m", MODULE, ...])`, or with `-c`, without the imports."""
 
     def _execute_child(self, *values: Any) -> None:
         given = dict(zip(_PARAMETERS, values, strict=True))
-        executable, flag, *arguments = map(str, given["args"])
-        assert (executable, flag) == (sys.executable, "-m"), given["args"]
+        executable, *arguments = map(str, given["args"])
+        assert (executable, arguments[0] in ("-m", "-c")) == (sys.executable, True), given["args"]
         request = {
             "arguments": arguments,
             "env": dict(os.environ if given["env"] is None else given["env"]),

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import types
 from typing import Any
 
 
@@ -56,7 +57,7 @@ def wait_for_request(control: socket.socket) -> dict[str, Any] | None:
 
 
 def carry_out(request: dict[str, Any]) -> None:
-    """Become `python -m MODULE ARGUMENTS`."""
+    """Become `python -m MODULE ARGUMENTS` or `python -c CODE ARGUMENTS`."""
     if request["is_new_session"]:
         os.setsid()
     os.environ.clear()
@@ -65,10 +66,15 @@ def carry_out(request: dict[str, Any]) -> None:
     sys.path[0] = request["cwd"]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
-    module, *arguments = request["arguments"]
-    sys.argv = [module, *arguments]
-    sys.modules.pop(module, None)  # else it would be there twice
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    flag, what, *arguments = request["arguments"]
+    if flag == "-c":
+        sys.argv = ["-c", *arguments]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(what, "<string>", "exec"), main.__dict__)  # noqa: S102 - what `-c` means
+    else:
+        sys.argv = [what, *arguments]
+        sys.modules.pop(what, None)  # else it would be there twice
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

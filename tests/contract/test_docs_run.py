@@ -12,8 +12,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from warm_start import WarmPopen
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if page.is_file()]
@@ -42,22 +45,14 @@ PAGES_WITH_CODE = [page for page in PAGES if python_blocks(page.read_text(encodi
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_python_blocks_of_a_page_run_as_they_are(page: Path, turnwise_home: Path, tmp_path: Path) -> None:
     request = json.dumps([str(page), python_blocks(page.read_text(encoding="utf-8"))])
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_BLOCKS],
-        input=request,
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "TURNWISE_ALIASES": "Qwen/Qwen3-0.6B=tiny",
-            "TURNWISE_HOME": str(turnwise_home),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, f"{page.relative_to(ROOT)}:\n{done.stderr}"
+    env = {**os.environ, "TURNWISE_ALIASES": "Qwen/Qwen3-0.6B=tiny", "TURNWISE_HOME": str(turnwise_home)}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with WarmPopen([sys.executable, "-c", RUN_BLOCKS], cwd=tmp_path, env=env, text=True, **pipes) as process:
+        try:
+            _, complaints = process.communicate(request, timeout=280)
+        finally:
+            process.kill()
+    assert process.returncode == 0, f"{page.relative_to(ROOT)}:\n{complaints}"
 
 
 def test_the_training_api_page_has_code() -> None:

@@ -152,6 +152,9 @@ async def test_an_env_of_coroutines_that_comes_too_late_is_closed_too(renderer: 
 
     await play(attempt(make), saying(renderer), renderer, quick(step_deadline_s=0.05), RolloutStats())
     release.set()
+    async with asyncio.timeout(60):
+        while env.num_closed == 0:  # its close is a coroutine of this loop
+            await asyncio.sleep(0.01)
     assert await asyncio.to_thread(wait_for_threads) == 0
     assert env.num_closed == 1
 
