@@ -155,6 +155,16 @@ def check_opponents(config: Config, world: World) -> None:
         )
 
 
+def check_panel_stays(config: Config, world: World) -> None:
+    """Refuse evaluations of a training run against the policy itself: the opponent of the next one would be another."""
+    sided = two_sided(world)
+    if sided is not None and SELF in panel_of(config, sided):
+        raise ConfigError(
+            "opponent.panel=self learns between the evaluations, so they would not compare; expected opponents that "
+            "stay as they are. After training: turnwise eval RUN opponent.panel=self"
+        )
+
+
 READ_BY: Mapping[str, tuple[Kind, ...]] = {
     "model": ("address", "tinker"),
     "api_key_variable": ("address", "tinker"),

@@ -39,7 +39,7 @@ from turnwise.training.checkpoint import (
     saved_critic,
 )
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
-from turnwise.training.opponents import check_opponents, num_panel, opponent_line
+from turnwise.training.opponents import check_opponents, check_panel_stays, num_panel, opponent_line
 from turnwise.training.plan import Plan, make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.start_from import resolve_start
@@ -209,6 +209,7 @@ def _set_up(
     choose_weight_transfer(config, facts)
     parts = assemble(config, facts, objects)
     check_opponents(config, parts.world)
+    check_panel_stays(config, parts.world)
     check_stored_data(parts)
     return Setup(
         config=config, directory=directory, start=start, facts=facts, parts=parts, objects=objects, notes=tuple(notes)

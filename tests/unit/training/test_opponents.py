@@ -29,7 +29,7 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import play_groups
 from turnwise.rollout.self_play import split_seats
 from turnwise.runlog.reader import RunReader
-from turnwise.training.opponents import Opponents, check_opponents, find_source
+from turnwise.training.opponents import Opponents, check_opponents, check_panel_stays, find_source
 from turnwise.training.policy import find_policy
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import AdamParams, Datum, ModelInput, SamplingParams
@@ -85,6 +85,10 @@ def test_options_that_no_opponent_reads_are_refused() -> None:
     for opponent, sections, why in refused:
         with pytest.raises(ConfigError, match=why):
             check(opponent, **sections)
+    itself = make_config("tough", opponent={"panel": ["tough", "self"]})
+    check_opponents(itself, get_world("negotiate", opponent="tough"))  # `turnwise eval` may, with weights that stay
+    with pytest.raises(ConfigError, match="learns between the evaluations"):
+        check_panel_stays(itself, get_world("negotiate", opponent="tough"))
     alone = Config.model_validate({"env": {"name": "key_door"}, "opponent": {"temperature": 0.5}})
     with pytest.raises(ConfigError, match="has no opponent"):
         check_opponents(alone, get_world("key_door"))
