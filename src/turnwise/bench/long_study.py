@@ -75,7 +75,7 @@ PPO = ("method=ppo",)
 PRETRAINED = ("critic.pretrain_steps=3", "critic.pretrain_updates=8")
 CALIBRATED = "method.calibrate=true"
 NO_PRETRAINING = (*PPO, "critic.pretrain_steps=0")
-LEARNS = ("critic.learning_rate=3e-3", "critic.updates=4", "method.alpha=0.3")
+LEARNS = ("critic.learning_rate=3e-3", "critic.updates=4", "method.alpha=0.3", CALIBRATED)
 """A critic that learns enough to know its states, and advantages that trust it."""
 LEARNS_AHEAD = (
     *("critic.pretrain_from=demonstrations", "critic.pretrain_steps=16", "critic.pretrain_updates=8"),
@@ -151,13 +151,13 @@ STUDIES: Mapping[str, Study] = {
     "critic": Study(
         world=(
             *("study_value", "env.options.num_rooms=16", "env.options.num_keys=2", "env.options.spare_turns=32"),
-            *("env.options.demonstration_skill=0.0", "eval.tasks=32", "eval.every=5", "train.learning_rate=1e-3"),
+            *("env.options.demonstration_skill=0.0", "eval.tasks=32", "eval.every=5", "train.learning_rate=3e-4"),
             *("train.tasks_per_step=2", "rollout.group_size=8"),
         ),
         warm=("warmup.steps=240", "warmup.demonstrations=512"),
         arms={
             "grpo": (),
-            "grpo, slow": ("train.learning_rate=3e-4",),
+            "grpo, fast": ("train.learning_rate=1e-3",),
             "ppo": NO_PRETRAINING,
             "ppo, critic learns": (*NO_PRETRAINING, *LEARNS),
             "ppo, critic learns ahead": (*PPO, *LEARNS, *LEARNS_AHEAD),
