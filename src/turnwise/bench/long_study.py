@@ -4,6 +4,7 @@
     python -m turnwise.bench.long_study memory --seeds 1 2 3 4 5 --jobs 12 --out runs/long_memory
     python -m turnwise.bench.long_study entropy --seeds 1 2 3 4 5 --jobs 12 --out runs/long_entropy
     python -m turnwise.bench.long_study smollm2 --seeds 1 2 3 --jobs 3 --out runs/long_smollm2
+    python -m turnwise.bench.long_study critic --seeds 1 2 3 4 5 --jobs 12 --out runs/long_critic
 
 A study has arms: options of a run, trained once for each seed. In `methods` all arms of a seed start from one warm-up
 on short attempts. It goes on in rounds, for all seeds alike, until the mean held-out success on long ones is at least
@@ -34,6 +35,7 @@ import numpy as np
 
 from turnwise.bench.pooled import run_jobs
 from turnwise.compare.results import Result, area_under, summarize
+from turnwise.models.tiny import write_tiny
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.progress import num_drawn_tokens
 from turnwise.training.run import Run, evaluate, train
@@ -58,6 +60,8 @@ class Study:
     arms: Mapping[str, tuple[str, ...]]
     tokens: int
     """Sampled tokens of every run."""
+    positions: int = 0
+    """Most tokens of a prompt and its reply, for a copy of `tiny` that takes more than `tiny`; 0: the world's model."""
     warm: tuple[str, ...] = ()
     """Options of a round of the common warm-up; empty: every run warms up by itself."""
     horizons: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
@@ -70,6 +74,13 @@ class Study:
 PPO = ("method=ppo",)
 PRETRAINED = ("critic.pretrain_steps=3", "critic.pretrain_updates=8")
 CALIBRATED = "method.calibrate=true"
+NO_PRETRAINING = (*PPO, "critic.pretrain_steps=0")
+LEARNS = ("critic.learning_rate=3e-3", "critic.updates=4", "method.alpha=0.3", CALIBRATED)
+"""A critic that learns enough to know its states, and advantages that trust it."""
+LEARNS_AHEAD = (
+    *("critic.pretrain_from=demonstrations", "critic.pretrain_steps=16", "critic.pretrain_updates=8"),
+    *("critic.pretrain_patience=16", "critic.pretrain_learning_rate=3e-3", "warmup.demonstrations=512"),
+)
 CELLS = {"16 cells": 2, "24 cells": 3, "60 cells": 5, "100 cells": 7, "200 cells": 10}
 FORM = (
     *("workflow", "env.options.level=3", "rollout.max_trajectory_tokens=420", "train.tasks_per_step=6"),
@@ -137,7 +148,36 @@ STUDIES: Mapping[str, Study] = {
         tokens=150_000,
         horizons={cells: (f"env.options.level={CELLS[cells]}",) for cells in ("24 cells", "60 cells", "100 cells")},
     ),
+    "critic": Study(
+        world=(
+            *("study_value", "env.options.num_rooms=16", "env.options.num_keys=2", "env.options.spare_turns=32"),
+            *("env.options.demonstration_skill=0.0", "eval.tasks=32", "eval.every=5", "train.learning_rate=3e-4"),
+            *("train.tasks_per_step=2", "rollout.group_size=8"),
+        ),
+        warm=("warmup.steps=240", "warmup.demonstrations=512"),
+        arms={
+            "grpo": (),
+            "grpo, fast": ("train.learning_rate=1e-3",),
+            "ppo": NO_PRETRAINING,
+            "ppo, critic learns": (*NO_PRETRAINING, *LEARNS),
+            "ppo, critic learns ahead": (*PPO, *LEARNS, *LEARNS_AHEAD),
+            "vapo": (*PPO, *LEARNS, *LEARNS_AHEAD, "method.positive_nll=0.1"),
+        },
+        tokens=100_000,
+        positions=4096,
+    ),
 }
+
+
+def write_longer_tiny(target: Path, positions: int) -> Path:
+    """`tiny` for prompts of up to `positions` tokens; its rotary positions have no end of their own."""
+    if not (target / "config.json").is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        write_tiny(target)
+        file = target / "config.json"
+        content = json.loads(file.read_text(encoding="utf-8")) | {"max_position_embeddings": positions}
+        file.write_text(json.dumps(content), encoding="utf-8")
+    return target
 
 
 def _silently(arguments: Sequence[str], directory: Path) -> None:
@@ -318,8 +358,12 @@ class StudyRun:
     """One study on its way: what it has, and when it must end."""
 
     def __init__(self, name: str, study: Study, options: argparse.Namespace) -> None:
-        self.name, self.study = name, study
+        self.name = name
         self.out: Path = options.out
+        if study.positions:
+            model = write_longer_tiny(self.out.absolute() / "model", study.positions)
+            study = replace(study, world=(*study.world, f"model.name={model}"))
+        self.study = study
         self.seeds: list[int] = options.seeds
         self.deadline_s = time.monotonic() + options.limit_s
         self.out.mkdir(parents=True, exist_ok=True)
@@ -393,12 +437,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arms", nargs="*", help="default: all")
     parser.add_argument("--tokens", type=int, help="sampled tokens of every run")
     parser.add_argument("--set", nargs="*", default=[], metavar="OPTION", help="more options of every run")
+    parser.add_argument("--warm", nargs="*", default=[], metavar="OPTION", help="more options of the common warm-up")
     options = parser.parse_args(argv)
     study = STUDIES[options.study]
     world, more = (*study.world, *options.set) if study.world else (), () if study.world else options.set
     arms = {arm: (*study.arms[arm], *more) for arm in options.arms or study.arms}
     horizons = {"horizon_arms": tuple(options.horizon_arms), "horizon_tasks": options.horizon_tasks}
-    study = replace(study, world=world, arms=arms, tokens=options.tokens or study.tokens, **horizons)
+    warm = (*study.warm, *options.warm) if study.warm else ()
+    study = replace(study, world=world, warm=warm, arms=arms, tokens=options.tokens or study.tokens, **horizons)
     run = StudyRun(options.study, study, options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
