@@ -189,7 +189,7 @@ class EngineConfig(Section):
         default=0.0,
         ge=0,
         description="Size of the KV cache in GiB; 0: 1 GiB on a CPU, half of what weights and their merged copy leave "
-        "on a GPU.",
+        "on a GPU, and 0.05 GiB in a process that trains while others sample.",
     )
     block_size: int = Field(default=16, ge=1, description="Tokens in one block of the KV cache, the unit of reuse.")
     prefix_cache: bool = Field(
