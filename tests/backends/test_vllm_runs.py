@@ -141,22 +141,28 @@ def test_another_model_behind_the_address_is_refused_before_anything_is_trained(
         assert not run.metric("train/grad_norm")
 
 
-def test_a_trained_run_is_measured_and_talks_on_a_server_and_so_does_its_export(
+def test_a_compared_run_is_measured_and_talks_on_a_server_and_so_does_its_export(
     vllm: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, adapter = tmp_path / "run", tmp_path / "adapter"
-    assert main(["train", ECHO, f"model={vllm.model}", *SMALL, "train.learning_rate=0.03", f"run.dir={directory}"]) == 0
+    out, adapter = tmp_path / "compared", tmp_path / "adapter"
+    spelled = ("generator.backend=vllm", f"generator.url={vllm.url}")
+    grid = ("methods=grpo", f"env={ECHO}", "seeds=1", f"model={vllm.model}", *SMALL)
+    assert main(["compare", *grid, "train.learning_rate=0.03", "eval.tasks=2", *spelled, f"--out={out}"]) == 0
+    (result,) = json.loads((out / "compare.json").read_text())["results"]
+    assert (result["label"], result["steps"]) == ("grpo", 3)
+    (directory,) = [file.parent for file in out.glob("*/*/run.db")]
     assert main(["export", str(directory), "--peft", str(adapter)]) == 0
     capsys.readouterr()
-    served = ("rollout.backend=vllm", f"rollout.url={vllm.url}")
-    assert main(["eval", str(directory), *served, "eval.tasks=6", "--json"]) == 0
+    assert main(["eval", str(directory), "eval.tasks=6", "--json"]) == 0
     told = capsys.readouterr()
     assert json.loads(told.out)["num_attempts"] == 6
     assert f"sampler: vLLM at {vllm.url}" in told.err
+    served = ("rollout.backend=vllm", f"rollout.url={vllm.url}")
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello.\nAnd more.\n"))
     assert main(["sample", str(directory), *served, "--max-tokens", "4"]) == 0
     prompt = tw.types.ModelInput.from_ints(range(40, 90))
-    with find_policy(str(directory)) as policy, find_policy(str(vllm.model)) as base:
+    here = ["rollout.backend=local"]
+    with find_policy(str(directory), overrides=here) as policy, find_policy(str(vllm.model)) as base:
         ours = policy.sampler.compute_logprobs(prompt).result()[1:]
         untrained = base.sampler.compute_logprobs(prompt).result()[1:]
     for target in (directory, adapter):

@@ -40,7 +40,7 @@ def engines(model_dirs: dict[str, Path]) -> Iterator[tuple[Engine, ReplicatedEng
 
 
 @pytest.mark.parametrize(("kind", "batch"), [
-    *(("lora", name) for name in ("grpo", "ppo", "gspo", "dpo")),
+    *(("lora", name) for name in ("grpo", "tree", "ppo", "gspo", "dpo")),
     *(("full", name) for name in ("grpo", "ppo", "dpo")),
     ("critic", "critic"),
 ])  # fmt: skip

@@ -48,7 +48,7 @@ def engines(model_dirs: dict[str, Path]) -> Iterator[tuple[Engine, ShardedEngine
 
 
 @pytest.mark.parametrize(("kind", "batch"), [
-    *(("lora", name) for name in ("grpo", "ppo", "gspo", "dpo")),
+    *(("lora", name) for name in ("grpo", "tree", "ppo", "gspo", "dpo")),
     *(("full", name) for name in ("grpo", "ppo", "dpo")),
     ("critic", "critic"),
 ])  # fmt: skip
