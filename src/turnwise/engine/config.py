@@ -256,6 +256,10 @@ class EngineConfig(Section):
         description="Seed of requests that have none; null: `train.seed` in a run, random in a service.",
     )
 
+    def for_sampling(self) -> Self:
+        """The config of an engine that only samples: it leaves no memory for training all weights."""
+        return self.model_copy(update={"full_weights": False, "merge_adapter": "never"}) if self.full_weights else self
+
     @model_validator(mode="after")
     def _merges_nothing_that_must_agree(self) -> Self:
         if self.bitwise and self.merge_adapter == "always":

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from command_line import run_here
-from turnwise.engine.budget import format_bytes
+from turnwise.engine.budget import GIB, format_bytes, split_memory
+from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.engine.device_info import DeviceInfo
+from turnwise.engine.samplers.launcher import SamplerLauncher
 from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError
 from turnwise.judges.judge import Judge
@@ -14,6 +17,7 @@ from turnwise.judges.models import AddressModel
 from turnwise.judges.rubric import Rubric
 from turnwise.judges.world import JudgedWorld
 from turnwise.models.experts import ExpertSpec
+from turnwise.models.facts import read_facts
 from turnwise.training.cluster_plan import cluster_lines, estimate_traffic
 from turnwise.training.memory import check_sharded
 from turnwise.training.setup import Setup, read_config, set_up_new
@@ -77,6 +81,19 @@ def test_a_trainer_has_room_for_sampling_only_where_something_samples_on_it() ->
     assert lines[1].endswith(
         f": {format_bytes(sampler.weights + sampler.merged + sampler.kv_cache)} and published weights"
     )
+
+
+def test_a_sampler_of_all_weights_leaves_no_room_for_training_them(tiny_dir: Path) -> None:
+    given = EngineConfig(device="cpu", full_weights=True)
+    own = SamplerLauncher(ClusterConfig(placement="separate"), given).engine_of(0)
+    card = DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=110 * GIB, total_bytes=141 * GIB)
+    trainer, sampler = (
+        split_memory(
+            one, card, read_facts(tiny_dir), adapted_parameters=0, context_length=4096, num_parameters=8_190_000_000
+        )
+        for one in (given, own)
+    )
+    assert trainer.kv_tokens == 0 < sampler.kv_tokens
 
 
 @pytest.mark.usefixtures("tiny_dir")
