@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,10 +63,18 @@ def test_the_seeds_yaml_trains_on_a_server_that_is_there(vllm: Served, tmp_path:
     file.write_text(SEED_YAML, encoding="utf-8")
     directory = tmp_path / "run"
     small = [one for one in SMALL if not one.startswith(("rollout.max_turns", "train.steps", "rollout.group_size"))]
-    alias = (f"model={vllm.model}", f"generator.url={vllm.url}", "train.steps=1", "rollout.group_size=4")
+    alias = (f"model={vllm.model}", f"generator.url={vllm.url}", "train.steps=2", "rollout.group_size=4")
+    before = loaded_adapters(vllm)
     assert main(["train", str(file), f"env={ECHO}", *alias, *small, f"run.dir={directory}"]) == 0
-    check_whole(directory, 1)
-    assert not list((directory / "served").glob("*")), "what nobody uses any more is unloaded and deleted"
+    check_whole(directory, 2)
+    assert not list((directory / "served").glob("*")), "what nobody uses any more is deleted"
+    assert loaded_adapters(vllm) == before, "and unloaded"
+
+
+def loaded_adapters(served: Served) -> set[str]:
+    """What the server itself says that it holds beside its model."""
+    with urllib.request.urlopen(f"{served.url}/v1/models") as answer:
+        return {model["id"] for model in json.load(answer)["data"] if model["parent"] is not None}
 
 
 def test_a_run_plays_ahead_and_every_turn_is_of_the_version_that_it_says(vllm: Served, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from turnwise.engine.config import ClusterConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.learners import collective, replicated
 from turnwise.engine.learners.calls import MeetCall
-from turnwise.engine.learners.group import LearnerPlace
 from turnwise.engine.learners.replicated import ReplicatedEngine
 from turnwise.engine.training.trainable import Trainable
 from turnwise.errors import ConfigError, DataError, LearnerError, LearnerLostError
@@ -162,7 +161,7 @@ def test_learners_that_do_not_meet_are_told_with_the_seconds_that_they_had(
         monkeypatch.setattr(module, "MEET_S", 0.5)
     cluster = ClusterConfig(learners=2, deadline_s=120, max_restarts=0)
     engine = ReplicatedEngine(model_dirs["llama"], CONFIG, cluster, name="two")
-    monkeypatch.setattr(engine, "_place", lambda _: LearnerPlace("127.0.0.1", lambda _: AbsentPeer()))
+    monkeypatch.setattr(replicated, "start_process", lambda *_given, **_named: AbsentPeer())
     try:
         with pytest.raises(LearnerLostError, match=r"learners could not meet together within 0\.5 s"):
             create(engine, "lora")
