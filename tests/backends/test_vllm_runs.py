@@ -108,10 +108,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(place: Path) -> None:
-    """Take all room of a file system but a little."""
-    left = os.statvfs(place)
-    with (place / "filler").open("wb") as file:
-        file.write(bytes(max(0, left.f_bavail * left.f_frsize - LEFT_BYTES)))
+    """Take all room of a file system but a little, in small parts: a run writes there meanwhile."""
+    with (place / "filler").open("wb", buffering=0) as file:
+        while (num_bytes := os.statvfs(place).f_bavail * os.statvfs(place).f_frsize - LEFT_BYTES) > 0:
+            file.write(bytes(min(num_bytes, 2**20)))
 
 
 def test_a_run_whose_disk_is_full_ends_with_that_and_goes_on_when_there_is_room(
