@@ -61,14 +61,18 @@ def _wait_for_steps(directory: Path, count: int) -> None:
     raise AssertionError(f"{directory} did not make {count} steps")
 
 
-def _learner_of(pid: int) -> int:
+def _processes_of(pid: int, module: str) -> list[int]:
     commands = {one: Path(f"/proc/{one}/cmdline").read_bytes() for one in processes_below(pid)}
-    (learner,) = [one for one, command in commands.items() if b"turnwise.engine.learners.process" in command]
+    return [one for one, command in commands.items() if module.encode() in command]
+
+
+def _learner_of(pid: int) -> int:
+    (learner,) = _processes_of(pid, "turnwise.engine.learners.process")
     return learner
 
 
 @pytest.mark.usefixtures("tiny_dir")
-def test_a_killed_learner_ends_the_run_with_its_name_and_a_killed_run_leaves_no_learner(
+def test_a_killed_learner_ends_the_run_with_its_name_and_a_killed_run_leaves_no_learner_and_no_env_worker(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory, killed = tmp_path / "run", list[int]()
@@ -90,12 +94,14 @@ def test_a_killed_learner_ends_the_run_with_its_name_and_a_killed_run_leaves_no_
     with RunReader(directory) as run:
         assert len(run.events("failed")) == 1
         num_steps = len(run.metric("time/step_s"))
-    resumed = start("--resume", str(directory))
+    resumed = start("--resume", str(directory), "cluster.env_workers=2")
     _wait_for_steps(directory, num_steps + 1)
-    learner = _learner_of(resumed.pid)
+    left = {_learner_of(resumed.pid), *_processes_of(resumed.pid, "turnwise.env_service.process")}
+    assert len(left) == 3
     resumed.kill()
     resumed.communicate()
     ends_s = time.monotonic() + 20
-    while Path(f"/proc/{learner}").exists() and time.monotonic() < ends_s:
+    while left and time.monotonic() < ends_s:
+        left = {one for one in left if Path(f"/proc/{one}").exists()}
         time.sleep(0.05)
-    assert not Path(f"/proc/{learner}").exists()
+    assert not left
