@@ -84,11 +84,15 @@ class TwoNodes:
         self.cluster.wait_for_nodes(timeout=180)
 
     def lose_node(self) -> None:
-        """Kill the second node; waits for it if it is being replaced."""
+        """Kill the second node with every actor on it; waits for the node if it is being replaced."""
         while self._second is None:
             time.sleep(0.1)
+        actors = processes_below(self._second.all_processes["raylet"][0].process.pid)
         self.cluster.remove_node(self._second, allow_graceful=False)
         self._second = None
+        for pid in actors:  # some live on without their raylet, which those of a lost machine do not
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def replace_node(self) -> None:
         """Start another node in place of a lost one, if the campaign goes on. Ray wants the main thread for it."""

@@ -18,7 +18,7 @@ HANG_S = 1500.0
 TESTS = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(HANG_S + 500)]
 RUNS = {
-    "an adapter in parts": "--kills learner --shard --steps 4 --samplers 1 --head-cpus 0",
+    "an adapter in parts": "--kills learner --shard --steps 4 --head-cpus 0",
     "all weights in parts": "--kills 0 --full --shard --steps 3 --samplers 1 --env-workers 1",
     "a lost node": "--kills learner,sampler,node --steps 8 --samplers 1 --min-learners 1",
 }
