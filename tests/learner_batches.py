@@ -36,6 +36,7 @@ def value_datum(seed: int) -> Datum:
 
 BATCHES: dict[str, tuple[list[Datum], str, dict[str, float | str]]] = {
     "grpo": ([*TREES, *LONERS], "importance_sampling", {}),
+    "tree": (TREES[::2], "importance_sampling", {}),  # one prompt, so that learners must cut it
     "ppo": ([*TREES, *LONERS], "ppo", {"entropy_coef": 0.1, "kl_coef": 0.1}),
     "gspo": ([*TREES, *LONERS], "gspo", {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}),
     "critic": ([value_datum(seed) for seed in range(7)], "value", {"value_clip": 0.2}),

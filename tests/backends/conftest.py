@@ -17,6 +17,14 @@ from turnwise.rollout.config import RolloutConfig
 from vllm_server import RANK, Served, make_model, vllm_python
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_process_per_engine() -> Iterator[None]:
+    """vLLM's worker runs in its engine's process: one Python less that imports vLLM, at every start of a server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield
+
+
 @pytest.fixture(scope="session")
 def server_python() -> Path:
     return vllm_python()

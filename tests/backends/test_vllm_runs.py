@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,10 +63,18 @@ def test_the_seeds_yaml_trains_on_a_server_that_is_there(vllm: Served, tmp_path:
     file.write_text(SEED_YAML, encoding="utf-8")
     directory = tmp_path / "run"
     small = [one for one in SMALL if not one.startswith(("rollout.max_turns", "train.steps", "rollout.group_size"))]
-    alias = (f"model={vllm.model}", f"generator.url={vllm.url}", "train.steps=1", "rollout.group_size=4")
+    alias = (f"model={vllm.model}", f"generator.url={vllm.url}", "train.steps=2", "rollout.group_size=4")
+    before = loaded_adapters(vllm)
     assert main(["train", str(file), f"env={ECHO}", *alias, *small, f"run.dir={directory}"]) == 0
-    check_whole(directory, 1)
-    assert not list((directory / "served").glob("*")), "what nobody uses any more is unloaded and deleted"
+    check_whole(directory, 2)
+    assert not list((directory / "served").glob("*")), "what nobody uses any more is deleted"
+    assert loaded_adapters(vllm) == before, "and unloaded"
+
+
+def loaded_adapters(served: Served) -> set[str]:
+    """What the server itself says that it holds beside its model."""
+    with urllib.request.urlopen(f"{served.url}/v1/models") as answer:
+        return {model["id"] for model in json.load(answer)["data"] if model["parent"] is not None}
 
 
 def test_a_run_plays_ahead_and_every_turn_is_of_the_version_that_it_says(vllm: Served, tmp_path: Path) -> None:
@@ -99,10 +108,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(place: Path) -> None:
-    """Take all room of a file system but a little."""
-    left = os.statvfs(place)
-    with (place / "filler").open("wb") as file:
-        file.write(bytes(max(0, left.f_bavail * left.f_frsize - LEFT_BYTES)))
+    """Take all room of a file system but a little, in small parts: a run writes there meanwhile."""
+    with (place / "filler").open("wb", buffering=0) as file:
+        while (num_bytes := os.statvfs(place).f_bavail * os.statvfs(place).f_frsize - LEFT_BYTES) > 0:
+            file.write(bytes(min(num_bytes, 2**20)))
 
 
 def test_a_run_whose_disk_is_full_ends_with_that_and_goes_on_when_there_is_room(
@@ -141,22 +150,28 @@ def test_another_model_behind_the_address_is_refused_before_anything_is_trained(
         assert not run.metric("train/grad_norm")
 
 
-def test_a_trained_run_is_measured_and_talks_on_a_server_and_so_does_its_export(
+def test_a_compared_run_is_measured_and_talks_on_a_server_and_so_does_its_export(
     vllm: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, adapter = tmp_path / "run", tmp_path / "adapter"
-    assert main(["train", ECHO, f"model={vllm.model}", *SMALL, "train.learning_rate=0.03", f"run.dir={directory}"]) == 0
+    out, adapter = tmp_path / "compared", tmp_path / "adapter"
+    spelled = ("generator.backend=vllm", f"generator.url={vllm.url}")
+    grid = ("methods=grpo", f"env={ECHO}", "seeds=1", f"model={vllm.model}", *SMALL)
+    assert main(["compare", *grid, "train.learning_rate=0.03", "eval.tasks=2", *spelled, f"--out={out}"]) == 0
+    (result,) = json.loads((out / "compare.json").read_text())["results"]
+    assert (result["label"], result["steps"]) == ("grpo", 3)
+    (directory,) = [file.parent for file in out.glob("*/*/run.db")]
     assert main(["export", str(directory), "--peft", str(adapter)]) == 0
     capsys.readouterr()
-    served = ("rollout.backend=vllm", f"rollout.url={vllm.url}")
-    assert main(["eval", str(directory), *served, "eval.tasks=6", "--json"]) == 0
+    assert main(["eval", str(directory), "eval.tasks=6", "--json"]) == 0
     told = capsys.readouterr()
     assert json.loads(told.out)["num_attempts"] == 6
     assert f"sampler: vLLM at {vllm.url}" in told.err
+    served = ("rollout.backend=vllm", f"rollout.url={vllm.url}")
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello.\nAnd more.\n"))
     assert main(["sample", str(directory), *served, "--max-tokens", "4"]) == 0
     prompt = tw.types.ModelInput.from_ints(range(40, 90))
-    with find_policy(str(directory)) as policy, find_policy(str(vllm.model)) as base:
+    here = ["rollout.backend=local"]
+    with find_policy(str(directory), overrides=here) as policy, find_policy(str(vllm.model)) as base:
         ours = policy.sampler.compute_logprobs(prompt).result()[1:]
         untrained = base.sampler.compute_logprobs(prompt).result()[1:]
     for target in (directory, adapter):

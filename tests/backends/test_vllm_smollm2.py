@@ -51,7 +51,7 @@ def test_smollm2_learns_from_what_it_sampled_on_its_own_server_also_when_that_is
     end_s = time.monotonic() + 600
     killer = threading.Thread(target=kill_server)
     killer.start()
-    small = ("train.steps=3", "train.tasks_per_step=2", "rollout.group_size=4", "warmup.steps=1", "eval.tasks=0")
+    small = ("train.steps=3", "train.tasks_per_step=1", "rollout.group_size=4", "warmup.steps=0", "eval.tasks=0")
     options = ("rollout.temperature=0.7", "engine.dtype=float32", "model.rank=8", "run.dialogues=0")
     sizes = ("generator.gpu_memory_utilization=0.5", "generator.max_num_seqs=32", "rollout.server_args=--seed 3")
     server = ("rollout.backend=vllm", f"rollout.server_python={server_python}", "train.max_empty_steps=1000")

@@ -25,8 +25,8 @@ from vllm_server import RANK, Served
 pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and a server takes a minute to start
 
 PROMPT = (1, *range(40, 90))
-NUM_DRAWN = 900
-"""Tokens of a reply that takes a second or more, so that weights change in the middle of it."""
+NUM_DRAWN = 400
+"""Tokens of a reply that takes some time, so that weights change in the middle of it."""
 MAX_TRIES = 25
 """How often an update may miss the reply; how fast the server is depends on what else the machine does."""
 ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
@@ -76,7 +76,7 @@ async def test_weights_that_are_replaced_under_a_reply_are_recorded_token_by_tok
         for choice in ("recompute", "keep", "end"):
             async with talking(vllm, choice) as dialect:
                 await dialect.replace_weights(base, 4)
-                wait_s = 0.4
+                wait_s = 0.2
                 for _ in range(MAX_TRIES):  # until the update falls into the reply
                     await dialect.replace_weights(base, 4)
                     reply = asyncio.create_task(dialect.generate(request, own))
@@ -130,7 +130,6 @@ SHARDED = ("cluster.learners=2", "cluster.shard=true")
 
 
 @pytest.mark.parametrize("trained", [
-    ("model.rank=8",),
     ("model.train=full",),
     ("model.rank=8", *SHARDED),
     ("model.train=full", *SHARDED),

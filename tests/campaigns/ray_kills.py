@@ -8,6 +8,8 @@ processes that are just being started again. Prints one line of JSON: what was k
 which attempts are missing or there twice beside a run that nobody touched, and how far its weights and its reward at
 the end are from that run's; `--calm-seeds` tells how far those of undisturbed runs with other seeds are. Only deaths of
 env workers move the weights: an attempt that is played again draws other seeds.
+
+The word `also` between options begins those of another run on the same cluster, whose size the first run's options say.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import faulthandler
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import random
 import signal
@@ -65,27 +68,31 @@ QUICK = {
 
 
 class TwoNodes:
-    """Two nodes on this machine, without dashboards. `num_cpus` of each is how many actors have room there."""
+    """Two nodes on this machine, without dashboards. A node's CPUs are how many learners have room there."""
 
-    def __init__(self, num_cpus: int, *, replaces: bool, is_client: bool) -> None:
+    def __init__(self, num_cpus: int, *, head_cpus: int, replaces: bool, is_client: bool) -> None:
         for name, value in QUICK.items():
             os.environ.setdefault(name, value)
         utils = importlib.import_module("ray.cluster_utils")
         self._node = {"num_cpus": num_cpus, "object_store_memory": 80 * 2**20, "include_log_monitor": False}
         self._replaces = replaces
         port = {"ray_client_server_port": CLIENT_PORT} if is_client else {}
-        head = {**self._node, "include_dashboard": False, **port}
+        head = {**self._node, "num_cpus": head_cpus, "include_dashboard": False, **port}
         self.cluster = utils.Cluster(initialize_head=True, head_node_args=head)
         self.address = f"ray://127.0.0.1:{CLIENT_PORT}" if is_client else self.cluster.address
         self._second = self.cluster.add_node(wait=False, **self._node)
         self.cluster.wait_for_nodes(timeout=180)
 
     def lose_node(self) -> None:
-        """Kill the second node; waits for it if it is being replaced."""
+        """Kill the second node with every actor on it; waits for the node if it is being replaced."""
         while self._second is None:
             time.sleep(0.1)
+        actors = processes_below(self._second.all_processes["raylet"][0].process.pid)
         self.cluster.remove_node(self._second, allow_graceful=False)
         self._second = None
+        for pid in actors:  # some live on without their raylet, which those of a lost machine do not
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def replace_node(self) -> None:
         """Start another node in place of a lost one, if the campaign goes on. Ray wants the main thread for it."""
@@ -242,7 +249,19 @@ def _find_alive(title: str) -> list[int]:
     return pids
 
 
-def parse() -> argparse.Namespace:
+class Warnings(logging.Handler):
+    """Keeps what the run warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+        logging.getLogger("turnwise").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def parse(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", default="learner", help=f"a number, or kinds: {','.join(KINDS)}")
     parser.add_argument("--steps", type=int, default=0, help="default: three for each kill, and three more")
@@ -254,9 +273,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="all weights are trained")
     parser.add_argument("--client", action="store_true", help="the run is a Ray client (ray://)")
     parser.add_argument("--cpus", type=int, default=2, help="of each node")
+    parser.add_argument("--head-cpus", type=int, help="of the node that is never lost, if it has others")
     parser.add_argument("--calm-seeds", type=int, default=0, help="undisturbed runs with other seeds, for the noise")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def choose_kinds(args: argparse.Namespace) -> list[str]:
@@ -279,7 +299,12 @@ def cluster_options(args: argparse.Namespace, num_kills: int) -> list[str]:
     return found + (["cluster.shard=true"] if args.shard else [])
 
 
-def run_campaign(args: argparse.Namespace, place: Path) -> dict[str, Any]:
+def make_nodes(args: argparse.Namespace) -> TwoNodes:
+    head = args.cpus if args.head_cpus is None else args.head_cpus
+    return TwoNodes(args.cpus, head_cpus=head, replaces=args.kills.isdigit(), is_client=args.client)
+
+
+def run_campaign(args: argparse.Namespace, nodes: TwoNodes, place: Path) -> dict[str, Any]:
     kinds, started_s = choose_kinds(args), time.monotonic()
     num_steps = args.steps or 3 * len(kinds) + 3
     options = [*SMALL, f"train.steps={num_steps}", f"model.train={'full' if args.full else 'lora'}"]
@@ -288,12 +313,12 @@ def run_campaign(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         directory = place / f"calm-{seed}"
         tw.train(ECHO, directory=directory, overrides=[*options, f"train.seed={seed}"], observer=tw.Observer())
         calm.append(RunRecord.read(directory))
-    nodes, rough = TwoNodes(args.cpus, replaces=args.kills.isdigit(), is_client=args.client), place / "rough"
+    rough, warnings = place / "rough", Warnings()
     killer = Killer(kinds, nodes, args.seed)
     options += ["train.seed=0", *cluster_options(args, len(kinds)), f"cluster.address={nodes.address}"]
     calm_s, started_s = time.monotonic() - started_s, time.monotonic()
     run = tw.train(ECHO, directory=rough, overrides=options, observer=killer)
-    found = {
+    return {
         "state": run.state,
         "killed": [kind for kind, _ in killer.killed],
         "killed_after_step": [step for _, step in killer.killed],
@@ -301,9 +326,8 @@ def run_campaign(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         **compare(RunRecord.read(rough), calm),
         "seconds": round(time.monotonic() - started_s, 1),
         "seconds_undisturbed": round(calm_s, 1),
+        "warnings": warnings.said,
     }
-    nodes.shutdown()
-    return found
 
 
 def main() -> int:
@@ -311,10 +335,14 @@ def main() -> int:
         paths = {"PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
         python = str(ray_python())
         os.execve(python, [python, "-m", "campaigns.ray_kills", *sys.argv[1:]], {**os.environ, **paths})
-    args = parse()
+    words = " ".join(sys.argv[1:])
+    runs = [parse(given.split()) for given in words.split(" also ")]
     faulthandler.dump_traceback_later(HANG_S, repeat=True)
-    with tempfile.TemporaryDirectory() as place:
-        print(json.dumps(run_campaign(args, Path(place))), flush=True)
+    nodes = make_nodes(runs[0])
+    for args in runs:
+        with tempfile.TemporaryDirectory() as place:
+            print(json.dumps(run_campaign(args, nodes, Path(place))), flush=True)
+    nodes.shutdown()
     return 0
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from campaigns.train_kills import start
-from processes import marked_processes, processes_below
+import turnwise as tw
+from processes import processes_below
 from turnwise.cli import main
-from turnwise.runlog.reader import RunReader
+from turnwise.runlog.reader import RunReader, is_run
 
 ECHO = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
 SMALL = (
@@ -37,36 +37,29 @@ def test_a_run_with_workers_plays_and_learns_what_a_run_without_does(tmp_path: P
 
 
 @pytest.mark.usefixtures("tiny_dir")
-def test_a_run_survives_the_death_of_its_workers_and_takes_them_along_when_it_is_killed(tmp_path: Path) -> None:
+def test_a_run_survives_the_death_of_its_workers(tmp_path: Path) -> None:
+    """`test_learners.py` kills the run itself, and looks for its workers."""
     directory = tmp_path / "run"
-    arguments = (*SMALL, "train.steps=100", "cluster.env_workers=2", "rollout.max_retries=20", f"run.dir={directory}")
-    process = start(*arguments)
-    try:
-        killed: set[int] = set()
-        give_up_s = time.monotonic() + 120
-        while len(killed) < 3:
-            assert time.monotonic() < give_up_s
-            assert process.poll() is None
-            workers = _workers(process.pid)
-            if len(workers) == 2 and not workers & killed:
-                time.sleep(0.7)
-                victim = min(workers)
-                os.kill(victim, signal.SIGKILL)
-                killed.add(victim)
-            time.sleep(0.05)
-        steps = _num_steps(directory)
-        while _num_steps(directory) < steps + 2:  # it goes on after the last death
-            assert time.monotonic() < give_up_s
-            assert process.poll() is None
-            time.sleep(0.1)
-    finally:
-        process.kill()
-        process.communicate()
-    for _ in range(100):
-        if not marked_processes("turnwise.env_service.process"):
-            break
+    options = (*SMALL[1:], "train.steps=100000", "cluster.env_workers=2", "rollout.max_retries=20")
+    running = tw.start(ECHO, directory=directory, overrides=options, observer=tw.Observer())
+    killed: set[int] = set()
+    give_up_s = time.monotonic() + 120
+    while len(killed) < 3:
+        assert time.monotonic() < give_up_s
+        workers = _workers(os.getpid())
+        if len(workers) == 2 and not workers & killed and _num_steps(directory):
+            time.sleep(0.7)
+            victim = min(workers)
+            os.kill(victim, signal.SIGKILL)
+            killed.add(victim)
         time.sleep(0.05)
-    assert not marked_processes("turnwise.env_service.process")
+    steps = _num_steps(directory)
+    while _num_steps(directory) < steps + 2:  # it goes on after the last death
+        assert time.monotonic() < give_up_s
+        time.sleep(0.1)
+    running.stop()
+    assert running.wait().state == "stopped"
+    assert not _workers(os.getpid())
 
 
 def _workers(pid: int) -> set[int]:
@@ -80,5 +73,7 @@ def _workers(pid: int) -> set[int]:
 
 
 def _num_steps(directory: Path) -> int:
+    if not is_run(directory):
+        return 0
     with RunReader(directory) as run:
         return len(run.metric("train/loss"))

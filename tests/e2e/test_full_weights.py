@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 import turnwise as tw
-from campaigns.train_kills import run_killed
+from campaigns.train_kills import Killer
 from turnwise.cli import main
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.runlog.reader import RunReader
@@ -37,9 +38,11 @@ def test_a_run_that_is_killed_ends_with_the_weights_of_one_that_was_not(tmp_path
     common = (SLOW, *SMALL, *delays, "rollout.group_size=3", "rollout.min_group_size=3", "train.steps=5")
     assert main(["train", *common, f"run.dir={tmp_path / 'whole'}"]) == 0
     arguments = (*common, f"run.dir={tmp_path / 'killed'}")
-    killer = run_killed(arguments, tmp_path / "killed", kills=1, num_steps=5, step_s=0.5, seed=1)
+    killer = Killer(arguments, tmp_path / "killed", random.Random(1))
+    killer.kill_at_step(2, within_s=0.05)
     assert killer.problems == []
     assert killer.killed.total()
+    assert main(["train", "--resume", str(tmp_path / "killed")]) == 0
     ours, theirs = _saved(tmp_path / "whole"), _saved(tmp_path / "killed")
     assert set(ours) == set(theirs)
     for name, values in ours.items():

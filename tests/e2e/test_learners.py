@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -34,23 +35,19 @@ def _saved(directory: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.usefixtures("tiny_dir")
-def test_a_run_goes_on_with_another_count_of_learners_and_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole, up, down = (tmp_path / name for name in ("whole", "up", "down"))
+def test_a_run_goes_on_with_two_learners_and_with_one_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole, changed = tmp_path / "whole", tmp_path / "changed"
     ppo = (ECHO, *SMALL, "method=ppo", "critic.pretrain_steps=0")
     assert main(["train", *ppo, "train.steps=4", f"run.dir={whole}"]) == 0
-    assert main(["train", *ppo, "train.steps=2", f"run.dir={up}"]) == 0
-    assert main(["train", "--resume", str(up), "train.steps=4", *TWO]) == 0
-    assert main(["train", *ppo, *TWO, "train.steps=2", f"run.dir={down}"]) == 0
+    assert main(["train", *ppo, "train.steps=1", f"run.dir={changed}"]) == 0
+    assert main(["train", "--resume", str(changed), "train.steps=3", *TWO]) == 0
     one = ("cluster.learners=1", "cluster.deadline_s=600")
-    assert main(["train", "--resume", str(down), "train.steps=4", *one]) == 0
+    assert main(["train", "--resume", str(changed), "train.steps=4", *one]) == 0
     expected = _saved(whole)
-    with RunReader(whole) as run:
-        losses = run.metric("train/loss")
-    for other in (up, down):
-        for name, values in _saved(other).items():
-            np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=1e-6, err_msg=f"{other.name}: {name}")
-        with RunReader(other) as run:
-            np.testing.assert_allclose(run.metric("train/loss"), losses, rtol=1e-4, atol=1e-6)
+    for name, values in _saved(changed).items():
+        np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    with RunReader(whole) as run, RunReader(changed) as other:
+        np.testing.assert_allclose(other.metric("train/loss"), run.metric("train/loss"), rtol=1e-4, atol=1e-6)
 
 
 def _wait_for_steps(directory: Path, count: int) -> None:
@@ -64,33 +61,47 @@ def _wait_for_steps(directory: Path, count: int) -> None:
     raise AssertionError(f"{directory} did not make {count} steps")
 
 
-def _learner_of(pid: int) -> int:
+def _processes_of(pid: int, module: str) -> list[int]:
     commands = {one: Path(f"/proc/{one}/cmdline").read_bytes() for one in processes_below(pid)}
-    (learner,) = [one for one, command in commands.items() if b"turnwise.engine.learners.process" in command]
+    return [one for one, command in commands.items() if module.encode() in command]
+
+
+def _learner_of(pid: int) -> int:
+    (learner,) = _processes_of(pid, "turnwise.engine.learners.process")
     return learner
 
 
 @pytest.mark.usefixtures("tiny_dir")
-def test_a_killed_learner_ends_the_run_with_its_name_and_a_killed_run_leaves_no_learner(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
+def test_a_killed_learner_ends_the_run_with_its_name_and_a_killed_run_leaves_no_learner_and_no_env_worker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, killed = tmp_path / "run", list[int]()
+
+    def kill() -> None:
+        _wait_for_steps(directory, 2)
+        killed.append(_learner_of(os.getpid()))
+        os.kill(killed[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
     delays = ("env.options.median_s=0.01", "env.options.p99_s=0.02")
-    process = start(SLOW, *SMALL, *delays, *TWO, "cluster.max_restarts=0", "train.steps=1000", f"run.dir={directory}")
-    _wait_for_steps(directory, 2)
-    learner = _learner_of(process.pid)
-    os.kill(learner, signal.SIGKILL)
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode != 0
-    assert f"learner 1 (process {learner})" in str(said)
-    assert "ended with exit code -9. The last checkpoint is kept" in str(said)
+    endless = ("cluster.max_restarts=0", "train.steps=1000", f"run.dir={directory}")
+    assert main(["train", SLOW, *SMALL, *delays, *TWO, *endless]) != 0
+    killer.join()
+    said = capsys.readouterr().err
+    assert f"learner 1 (process {killed[0]})" in said
+    assert "ended with exit code -9. The last checkpoint is kept" in said
     with RunReader(directory) as run:
         assert len(run.events("failed")) == 1
         num_steps = len(run.metric("time/step_s"))
-    resumed = start("--resume", str(directory))
+    resumed = start("--resume", str(directory), "cluster.env_workers=2")
     _wait_for_steps(directory, num_steps + 1)
-    learner = _learner_of(resumed.pid)
+    left = {_learner_of(resumed.pid), *_processes_of(resumed.pid, "turnwise.env_service.process")}
+    assert len(left) == 3
     resumed.kill()
     resumed.communicate()
     ends_s = time.monotonic() + 20
-    while Path(f"/proc/{learner}").exists() and time.monotonic() < ends_s:
+    while left and time.monotonic() < ends_s:
+        left = {one for one in left if Path(f"/proc/{one}").exists()}
         time.sleep(0.05)
-    assert not Path(f"/proc/{learner}").exists()
+    assert not left

@@ -19,9 +19,11 @@ from naive import relative_error, run
 from processes import processes_below
 from turnwise.engine.config import ClusterConfig
 from turnwise.engine.engine import Engine
+from turnwise.engine.learners import collective, replicated
+from turnwise.engine.learners.calls import MeetCall
 from turnwise.engine.learners.replicated import ReplicatedEngine
 from turnwise.engine.training.trainable import Trainable
-from turnwise.errors import ConfigError, DataError, LearnerError
+from turnwise.errors import ConfigError, DataError, LearnerError, LearnerLostError
 from turnwise.types import Datum, ModelInput
 
 
@@ -37,7 +39,7 @@ def engines(model_dirs: dict[str, Path]) -> Iterator[tuple[Engine, ReplicatedEng
 
 
 @pytest.mark.parametrize(("kind", "batch"), [
-    *(("lora", name) for name in ("grpo", "ppo", "gspo", "dpo")),
+    *(("lora", name) for name in ("grpo", "tree", "ppo", "gspo", "dpo")),
     *(("full", name) for name in ("grpo", "ppo", "dpo")),
     ("critic", "critic"),
 ])  # fmt: skip
@@ -126,6 +128,46 @@ def test_a_learner_that_dies_is_named_and_nothing_hangs(model_dirs: dict[str, Pa
         engine.close()
         torch.set_num_threads(threads)
     assert processes_below(os.getpid()) - others == set()
+
+
+class AbsentPeer:
+    """A learner that has loaded its model, and never comes to meet the others."""
+
+    rank, name, is_gone = 1, "nobody", False
+
+    def send(self, message: object) -> None:
+        self.is_asked_to_meet = isinstance(message, MeetCall)
+
+    def has_answer(self, wait_s: float = 0.0) -> bool:  # noqa: ARG002
+        return not self.is_asked_to_meet
+
+    def receive(self) -> tuple[str, Any]:
+        return "ready", 0
+
+    def why(self) -> str:
+        return "does not answer"
+
+    def end(self) -> None:
+        pass
+
+    sampler_link = hang_up = kill = end
+
+
+def test_learners_that_do_not_meet_are_told_with_the_seconds_that_they_had(
+    model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = torch.get_num_threads()
+    for module in (collective, replicated):
+        monkeypatch.setattr(module, "MEET_S", 0.5)
+    cluster = ClusterConfig(learners=2, deadline_s=120, max_restarts=0)
+    engine = ReplicatedEngine(model_dirs["llama"], CONFIG, cluster, name="two")
+    monkeypatch.setattr(replicated, "start_process", lambda *_given, **_named: AbsentPeer())
+    try:
+        with pytest.raises(LearnerLostError, match=r"learners could not meet together within 0\.5 s"):
+            create(engine, "lora")
+    finally:
+        engine.close()
+        torch.set_num_threads(threads)
 
 
 def test_a_learner_that_dies_while_it_starts_again_is_started_once_more(model_dirs: dict[str, Path]) -> None:

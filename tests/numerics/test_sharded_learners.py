@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from turnwise.engine.budget import gathered_bytes
 from turnwise.engine.config import ClusterConfig
 from turnwise.engine.device_info import find_device
 from turnwise.engine.engine import Engine
+from turnwise.engine.learners import sharded
 from turnwise.engine.learners.sharded import ShardedEngine
 from turnwise.engine.training.sharded_weights import ShardedFullWeights
 from turnwise.engine.training.trainable import Trainable
@@ -46,7 +48,7 @@ def engines(model_dirs: dict[str, Path]) -> Iterator[tuple[Engine, ShardedEngine
 
 
 @pytest.mark.parametrize(("kind", "batch"), [
-    *(("lora", name) for name in ("grpo", "ppo", "gspo", "dpo")),
+    *(("lora", name) for name in ("grpo", "tree", "ppo", "gspo", "dpo")),
     *(("full", name) for name in ("grpo", "ppo", "dpo")),
     ("critic", "critic"),
 ])  # fmt: skip
@@ -182,7 +184,9 @@ def test_whole_weights_of_another_model_are_refused_by_name(
     assert train(two, adapter, "grpo", 1)[0]["grad_norm"] > 0, "and the learners go on"
 
 
-def test_a_lost_learner_is_started_again_unless_it_held_weights_in_training(model_dirs: dict[str, Path]) -> None:
+def test_a_lost_learner_is_started_again_unless_it_held_weights_in_training(
+    model_dirs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads, others = torch.get_num_threads(), processes_below(os.getpid())
     engine = ShardedEngine(model_dirs["llama"], CONFIG, SHARDED, name="two")
     alone = Engine(model_dirs["llama"], CONFIG, name="one")
@@ -217,7 +221,14 @@ def test_a_lost_learner_is_started_again_unless_it_held_weights_in_training(mode
         assert replies[1] == replies[0], "a learner that is lost while the run samples is started again too"
         assert engine.num_restarts == 2
         full = create(engine, "full")
-        kill()
+        engine.save_adapter(full, tmp_path / "whole", with_optimizer=True)
+        write = sharded.do_shard_files
+        monkeypatch.setattr(sharded, "do_shard_files", lambda *given: (kill(), write(*given)))
+        started_s = time.monotonic()
+        with pytest.raises(LearnerError, match=r"learner 1 .* was asked to write its part of a checkpoint and ended"):
+            engine.save_adapter(full, tmp_path / "half", with_optimizer=True)
+        assert time.monotonic() - started_s < SHARDED.deadline_s / 2, "its death is seen, not waited for"
+        assert [place.name for place in tmp_path.iterdir()] == ["whole"], "no half of a checkpoint is left"
         with pytest.raises(LearnerError, match="held a part of the weights in training"):
             train(engine, full, "grpo", 1)
     finally:

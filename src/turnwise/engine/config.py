@@ -189,7 +189,7 @@ class EngineConfig(Section):
         default=0.0,
         ge=0,
         description="Size of the KV cache in GiB; 0: 1 GiB on a CPU, half of what weights and their merged copy leave "
-        "on a GPU.",
+        "on a GPU, and 0.05 GiB in a process that trains while others sample.",
     )
     block_size: int = Field(default=16, ge=1, description="Tokens in one block of the KV cache, the unit of reuse.")
     prefix_cache: bool = Field(
@@ -255,6 +255,10 @@ class EngineConfig(Section):
         default=None,
         description="Seed of requests that have none; null: `train.seed` in a run, random in a service.",
     )
+
+    def for_sampling(self) -> Self:
+        """The config of an engine that only samples: it leaves no memory for training all weights."""
+        return self.model_copy(update={"full_weights": False, "merge_adapter": "never"}) if self.full_weights else self
 
     @model_validator(mode="after")
     def _merges_nothing_that_must_agree(self) -> Self:

@@ -17,9 +17,10 @@ import sys
 import tempfile
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from turnwise.envs.remote.workers import EnvWorker, EnvWorkers, WorkerGone, WorkerRefused, request_now
 from turnwise.errors import ConfigError
@@ -28,6 +29,10 @@ from turnwise.runtime.network import open_port
 START_S = 120.0
 """Seconds for a worker to make its world."""
 LOOK_S = 0.05
+CHECK_S = 5.0
+"""Seconds between two health checks of a worker, and for its answer."""
+HUNG_S = 60.0
+"""A worker that answers no health check for so long is ended, and another one takes its place."""
 END_S = 3.0
 MAX_QUICK_DEATHS = 5
 """A worker that dies so often in a row, each time within `QUICK_S`, is not started again."""
@@ -64,33 +69,74 @@ class _Process:
         return said[-1] if said else "it said nothing"
 
 
+class WorkerLife(Protocol):
+    """A process or an actor, from its start to its end."""
+
+    def kill(self) -> None: ...
+
+
 class WatchedEnvWorkers(EnvWorkers):
-    """Workers that a thread of this process watches, so that one that dies is replaced."""
+    """Workers that threads of this process watch, so that one that dies or hangs is replaced."""
 
     def __init__(self, workers: Sequence[EnvWorker], key: str = "") -> None:
         super().__init__(workers, key)
         self.num_restarts = 0
         self.on_restart: Callable[[str], None] = lambda _: None
-        """Told about every worker that died, in the thread that watches."""
+        """Told about every worker that died or hangs, in a thread that watches."""
         self._ending = threading.Event()
-        self._watch: threading.Thread | None = None
+        self._watches: list[threading.Thread] = []
+        self._heard: dict[int, tuple[WorkerLife, float]] = {}
+        """When each worker answered last, and which life of it did."""
+
+    @abstractmethod
+    def life_of(self, number: int) -> tuple[WorkerLife, float]:
+        """Who serves as this worker now, and when that one was started."""
 
     def _begin_watch(self, look: Callable[[], None], every_s: float) -> None:
-        """Call `look` again and again until `_end_watch`."""
+        """Call `look` again and again, and check the health of all workers beside it, until `_end_watch`.
 
-        def watch() -> None:
-            while not self._ending.wait(every_s):
+        All workers are ready when this is called.
+        """
+
+        def watch(look: Callable[[], None], every_s: Callable[[], float]) -> None:
+            while not self._ending.wait(every_s()):
                 look()
 
         self._ending.clear()
-        self._watch = threading.Thread(target=watch, name="turnwise-env-workers", daemon=True)
-        self._watch.start()
+        self._heard = {number: (self.life_of(number)[0], time.monotonic()) for number in range(len(self.workers))}
+        for one, pause in ((look, lambda: every_s), (self._check_health, lambda: CHECK_S)):
+            thread = threading.Thread(target=watch, args=(one, pause), name="turnwise-env-workers", daemon=True)
+            self._watches.append(thread)
+            thread.start()
 
     def _end_watch(self) -> None:
         self._ending.set()
-        if self._watch is not None:
-            self._watch.join()
-            self._watch = None
+        watches, self._watches = self._watches, []
+        for thread in watches:
+            thread.join()
+
+    def _check_health(self) -> None:
+        """Leave out workers that do not answer, and end those that have not for long: then they are seen as dead."""
+        for number, worker in enumerate(self.workers):
+            if worker.is_given_up or self._ending.is_set():
+                continue
+            life, started_s = self.life_of(number)
+            try:
+                request_now(worker.address, "GET", "/health", None, headers=self._headers, wait_s=CHECK_S)
+            except WorkerGone as cause:
+                self.leave_out(worker, str(cause), 2 * CHECK_S)
+            except WorkerRefused:
+                self._heard[number] = life, time.monotonic()
+            else:
+                self._heard[number] = life, time.monotonic()
+                worker.down_until_s = 0.0
+            answered, heard_s = self._heard.get(number, (None, 0.0))
+            since_s = heard_s if answered is life else started_s + START_S - HUNG_S
+            if time.monotonic() - since_s > HUNG_S and self.life_of(number)[0] is life:
+                self.on_restart(
+                    f"env worker {number} ({worker.address}) has not answered for {HUNG_S:g} s; it is ended"
+                )
+                life.kill()
 
 
 class LocalEnvWorkers(WatchedEnvWorkers):
@@ -106,6 +152,10 @@ class LocalEnvWorkers(WatchedEnvWorkers):
     def pids(self) -> Sequence[int]:
         """Process ids of the workers that run now."""
         return [process.popen.pid for process in self._processes]
+
+    def life_of(self, number: int) -> tuple[WorkerLife, float]:
+        process = self._processes[number]
+        return process.popen, process.started_s
 
     def start(self) -> None:
         """Start the workers and wait until each has made its world."""

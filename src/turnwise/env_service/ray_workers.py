@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from turnwise.env_service.processes import MAX_QUICK_DEATHS, QUICK_S, START_S, WatchedEnvWorkers, WorkerSpec
+from turnwise.env_service.processes import MAX_QUICK_DEATHS, QUICK_S, START_S, WatchedEnvWorkers, WorkerLife, WorkerSpec
 from turnwise.envs.remote.workers import EnvWorker
 from turnwise.errors import ConfigError
 from turnwise.runtime.network import open_port
@@ -59,6 +59,9 @@ class RayEnvWorkers(WatchedEnvWorkers):
         """Deaths in a row, each soon after the one before."""
         self._born_s = [0.0] * count
         super().__init__([EnvWorker("", spec.max_envs) for _ in range(count)], self._key)
+
+    def life_of(self, number: int) -> tuple[WorkerLife, float]:
+        return self._actors[number], self._born_s[number]
 
     def start(self) -> None:
         """Place the workers and wait until each has made its world."""

@@ -73,9 +73,8 @@ def cluster_lines(setup: Setup) -> list[str]:
     traffic, cluster = estimate_traffic(setup, plan.num_trained_parameters), setup.config.cluster
     lines = [f"learner {rank:<4} {_place(setup, rank, plan.memory)}" for rank in range(cluster.learners)]
     if cluster.has_own_samplers:
-        lines += [
-            f"sampler {number:<4} {_sampler_place(setup, number, plan.memory)}" for number in range(cluster.samplers)
-        ]
+        memory = setup.make_plan(setup.config.engine_in_use.for_sampling()).memory
+        lines += [f"sampler {number:<4} {_sampler_place(setup, number, memory)}" for number in range(cluster.samplers)]
     if isinstance(cluster.env_workers, int):
         where = "an actor of Ray" if cluster.uses_ray else "a process of this machine"
         lines += [f"env worker {number:<1} {where}" for number in range(cluster.env_workers)]

@@ -128,7 +128,7 @@ class TrainingSession:
         if self._service is not None:
             yield self._service
             return
-        service = make_service(self.setup.config, self.setup.directory)
+        service = make_service(self.setup.config, self.setup.directory, self.setup.trainer_engine)
         try:
             yield service
         except StalledError as error:

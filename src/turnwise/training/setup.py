@@ -21,6 +21,7 @@ from turnwise.client.remote import RemoteServiceClient
 from turnwise.client.remote_connection import probe
 from turnwise.config.config import Config
 from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
+from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import find_device, share_among_engines
 from turnwise.envs.registry import load_target
 from turnwise.envs.worlds import check_options, world_parameters
@@ -44,6 +45,7 @@ from turnwise.training.plan import Plan, make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.start_from import resolve_start
 from turnwise.training.stored import check_stored_data
+from turnwise.training.trainer_engine import trainer_engine
 from turnwise.training.weight_transfer import choose_weight_transfer
 from turnwise.training.workers import worker_line
 from turnwise.watch.loggers import check_loggers
@@ -88,9 +90,18 @@ class Setup:
         parts = replace(self.parts, config=config)
         return replace(self, config=config, parts=parts, directory=directory, notes=(*self.notes, note))
 
-    def make_plan(self) -> Plan:
-        """What the run will do and cost, in numbers."""
-        engine = self.config.engine_in_use
+    @property
+    def trainer_engine(self) -> EngineConfig:
+        """The engine of the first learner."""
+        return trainer_engine(self.config, self.parts.world)
+
+    def make_plan(self, engine: EngineConfig | None = None) -> Plan:
+        """What the run will do and cost, in numbers.
+
+        Args:
+            engine: whose memory the plan tells; None: that of the first learner.
+        """
+        engine = engine or self.trainer_engine
         return make_plan(
             self.config,
             self.facts,
@@ -323,8 +334,12 @@ def find_facts(config: Config, report: Report = report_nothing) -> ModelFacts:
     return read_facts(find_model(config, report), runs_here=runs_here, wanted_context=wanted)
 
 
-def make_service(config: Config, data_dir: Path | None) -> AnyService:
-    """The in-process service, which keeps checkpoints under `data_dir`; or the one at `model.base_url`."""
+def make_service(config: Config, data_dir: Path | None, engine: EngineConfig | None = None) -> AnyService:
+    """The in-process service, which keeps checkpoints under `data_dir`; or the one at `model.base_url`.
+
+    Args:
+        engine: how the service runs models; None: as the config says, which is what one that samples needs.
+    """
     if config.model.base_url:
         return RemoteServiceClient(
             config.model.base_url,
@@ -333,4 +348,5 @@ def make_service(config: Config, data_dir: Path | None) -> AnyService:
             needs_critics=config.method.needs_critic,
         )
     aliases = {config.model.name: config.model.alias} if config.model.alias else {}
-    return ServiceClient(data_dir=data_dir, engine=config.engine_in_use, cluster=config.cluster, aliases=aliases)
+    engine = engine or config.engine_in_use
+    return ServiceClient(data_dir=data_dir, engine=engine, cluster=config.cluster, aliases=aliases)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from served_world import ObedientEnv
+from turnwise.env_service import processes
 from turnwise.env_service.processes import LocalEnvWorkers, WorkerSpec
 from turnwise.envs.base import Task, assistant
 from turnwise.envs.remote.client import WorkedWorld
@@ -72,6 +73,28 @@ async def test_a_worker_that_is_killed_is_blamed_on_the_env_and_comes_back(worke
         assert await _pid(env) in workers.pids
         await env.close()
     assert [worker.num_taken for worker in workers.workers] == [0, 0]
+
+
+async def test_a_worker_that_hangs_is_ended_and_replaced_and_its_attempt_is_blamed_on_the_env(
+    workers: LocalEnvWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    workers.on_restart = said.append
+    env = _calls(workers)
+    await env.start()
+    pid, before = await _pid(env), workers.num_restarts
+    monkeypatch.setattr(processes, "CHECK_S", 0.5)
+    monkeypatch.setattr(processes, "HUNG_S", 2.0)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(AttemptFailed, match="env worker http") as caught:
+        await env.step(assistant("pid"))
+    assert caught.value.party is Party.ENV
+    monkeypatch.undo()
+    await env.close()
+    while workers.num_restarts == before:
+        await asyncio.sleep(0.01)
+    assert "has not answered for 2 s; it is ended" in said[-2]
+    assert f"process {pid}) ended with signal SIGKILL; started again" in said[-1]
 
 
 def test_a_world_that_cannot_be_made_stops_the_start_with_its_reason() -> None:

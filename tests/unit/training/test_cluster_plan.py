@@ -1,16 +1,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from command_line import run_here
+from turnwise.engine.budget import GIB, format_bytes, split_memory
+from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.engine.device_info import DeviceInfo
+from turnwise.engine.samplers.launcher import SamplerLauncher
+from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError
+from turnwise.judges.judge import Judge
+from turnwise.judges.models import AddressModel
+from turnwise.judges.rubric import Rubric
+from turnwise.judges.world import JudgedWorld
 from turnwise.models.experts import ExpertSpec
+from turnwise.models.facts import read_facts
 from turnwise.training.cluster_plan import cluster_lines, estimate_traffic
 from turnwise.training.memory import check_sharded
 from turnwise.training.setup import Setup, read_config, set_up_new
+from turnwise.training.trainer_engine import TRAINER_CACHE_GIB, trainer_engine
 
 
 def _setup(*overrides: str) -> Setup:
@@ -43,6 +54,46 @@ def test_the_plan_names_every_process() -> None:
     assert "samplers     2 processes of their own on this machine, each with the whole model" in lines
     assert sum(line.startswith("sampler ") for line in lines) == 2
     assert any(line.startswith("  publish") and line.endswith("to each sampler, 2 of them") for line in lines)
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_trainer_has_room_for_sampling_only_where_something_samples_on_it() -> None:
+    separate, servers = ("cluster.placement=separate",), ("rollout.backend=sglang", "rollout.url=http://127.0.0.1:1")
+    for given in (separate, servers):
+        own = _setup(*given)
+        assert (own.trainer_engine.kv_cache_gib, own.trainer_engine.merge_adapter) == (TRAINER_CACHE_GIB, "never")
+    played = read_config("negotiate", ["model=tiny", "eval.tasks=0", *separate, "env.options.opponent=base"])
+    for own in (_setup(), set_up_new(played)):
+        assert own.trainer_engine == own.config.engine_in_use
+    chosen = _setup(*separate, "engine.kv_cache_gib=0.5", "engine.merge_adapter=always").trainer_engine
+    assert (chosen.kv_cache_gib, chosen.merge_adapter) == (0.5, "always")
+    judge = Judge(AddressModel(base_url="http://127.0.0.1:1", model="m"), Rubric(criteria="Any."))
+    judged = JudgedWorld(inner=get_world("guess_number"), judge=judge)
+    assert trainer_engine(_setup(*separate).config, judged).kv_cache_gib == 0
+    own = _setup(*separate)
+    trainer, sampler = own.make_plan().memory, own.make_plan(own.config.engine_in_use).memory
+    assert trainer is not None
+    assert sampler is not None
+    assert trainer.kv_cache < sampler.kv_cache
+    assert trainer.merged == 0 < sampler.merged
+    lines = cluster_lines(own)
+    assert lines[0].endswith(f": {format_bytes(trainer.total)}")
+    assert lines[1].endswith(
+        f": {format_bytes(sampler.weights + sampler.merged + sampler.kv_cache)} and published weights"
+    )
+
+
+def test_a_sampler_of_all_weights_leaves_no_room_for_training_them(tiny_dir: Path) -> None:
+    given = EngineConfig(device="cpu", full_weights=True)
+    own = SamplerLauncher(ClusterConfig(placement="separate"), given).engine_of(0)
+    card = DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=110 * GIB, total_bytes=141 * GIB)
+    trainer, sampler = (
+        split_memory(
+            one, card, read_facts(tiny_dir), adapted_parameters=0, context_length=4096, num_parameters=8_190_000_000
+        )
+        for one in (given, own)
+    )
+    assert trainer.kv_tokens == 0 < sampler.kv_tokens
 
 
 @pytest.mark.usefixtures("tiny_dir")

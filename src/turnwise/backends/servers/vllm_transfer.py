@@ -30,11 +30,15 @@ VARIABLE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 
 
 async def init_ipc(calls: VllmCalls) -> None:
-    """Tell a vLLM that weights will come by IPC; refuse one that was not started for it."""
+    """Tell a vLLM that weights will come by IPC; refuse one that was not started for it.
+
+    A vLLM that was started without it answers with status 500, as one does whose engine has died. The first one is
+    healthy.
+    """
     try:
         await calls.init_transfer(SETTINGS)
     except (ServerGoneError, ServerRefusedError) as error:
-        if error.status is None:  # it does not answer at all
+        if isinstance(error, ServerGoneError) and not (error.status == 500 and await calls.is_healthy()):
             raise
         raise ConfigError(
             f"rollout.weight_transfer=ipc: the server at {calls.url} does not take weights that way ({error}); start "

@@ -33,6 +33,7 @@ class LearnerCollective:
 
     def __init__(self, store: Any, rank: int, size: int, backend: Backend, *, deadline_s: float) -> None:
         self.rank, self.size, self.backend = rank, size, backend
+        self.deadline_s = deadline_s
         self._deadline = timedelta(seconds=deadline_s)
         prefixed = dist.PrefixStore(backend, store)
         make = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo

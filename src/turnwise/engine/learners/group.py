@@ -254,11 +254,16 @@ class LearnerGroup:
             if peer.is_gone:
                 self._fail(peer, what)
 
-    def fail_all(self, what: str, cause: BaseException) -> NoReturn:
-        """Give up after a collective failed: blame a learner that is gone, or all that did not come."""
+    def fail_all(self, what: str, cause: BaseException, *, deadline_s: float | None = None) -> NoReturn:
+        """Give up after a collective failed: blame a learner that is gone, or all that did not come.
+
+        Args:
+            deadline_s: how long they had, if not `cluster.deadline_s`.
+        """
         time.sleep(GONE_S)
         self.check_alive(what)
-        self._break(LearnerLostError(f"learners could not {what} together within {self._deadline_s:g} s: {cause}"))
+        had_s = self._deadline_s if deadline_s is None else deadline_s
+        self._break(LearnerLostError(f"learners could not {what} together within {had_s:g} s: {cause}"))
 
     @property
     def is_broken(self) -> bool:

@@ -31,7 +31,7 @@ from turnwise.engine.learners.calls import (
     StepCall,
     TakeStateCall,
 )
-from turnwise.engine.learners.collective import LearnerCollective, join_store
+from turnwise.engine.learners.collective import MEET_S, LearnerCollective, join_store
 from turnwise.engine.learners.portable import end_with_leader, portable
 from turnwise.engine.learners.rounds import ExchangeError, ShardRounds
 from turnwise.engine.model.sharded import ShardPlace
@@ -203,12 +203,14 @@ def do_shard_files(ranks: LearnerCollective, trainable: ShardedFullWeights, call
     if not call.is_saved and not (call.with_optimizer and shard_files.has_shards(call.directory)):
         trainable.load(call.directory, with_optimizer=call.with_optimizer)
         return
-    store, parts, shards = ranks.new_store(f"files {call.round}"), trainable.parts(), trainable.shards
+    ranks.tell([call.round])  # a learner that is gone is missed here; the group below would wait for it
+    meeting = shard_files.Meeting(ranks.new_store(f"files {call.round}"), MEET_S, ranks.deadline_s)
+    parts, shards = trainable.parts(), trainable.shards
     if call.is_saved:
-        shard_files.save_shards(call.directory, shards, parts, store)
+        shard_files.save_shards(call.directory, shards, parts, meeting)
         return
     num_steps = shard_files.read_num_steps(call.directory, shards.layout)
-    shard_files.load_shards(call.directory, shards, parts, store)
+    shard_files.load_shards(call.directory, shards, parts, meeting)
     trainable.begin(num_steps)
 
 

@@ -38,7 +38,7 @@ from turnwise.engine.learners.calls import (
     StepCall,
     TakeStateCall,
 )
-from turnwise.engine.learners.collective import LearnerCollective, choose_backend, lead_store
+from turnwise.engine.learners.collective import MEET_S, LearnerCollective, choose_backend, lead_store
 from turnwise.engine.learners.group import GONE_S, LearnerGroup, LearnerPlace, start_process
 from turnwise.engine.learners.process import reply_of, sum_gradients, take_state
 from turnwise.engine.learners.rounds import ExchangeError
@@ -406,7 +406,7 @@ class ReplicatedEngine(Engine):
             try:
                 self._collective = LearnerCollective(store, 0, size, backend, deadline_s=deadline_s)
             except RuntimeError as cause:
-                group.fail_all("meet", cause)
+                group.fail_all("meet", cause, deadline_s=MEET_S)
             finish_work(group.answers("meet"))
         except BaseException:
             group.close()

@@ -13,7 +13,7 @@ class SamplerLauncher:
     there, and on a CPU the cores."""
 
     def __init__(self, cluster: ClusterConfig, engine: EngineConfig) -> None:
-        self._cluster, self._engine = cluster, engine
+        self._cluster, self._engine = cluster, engine.for_sampling()
         self._gpus = num_gpus(str(choose_device(engine)[0]).partition(":")[0])
         self._has_own_gpu = self._gpus >= cluster.num_devices
         self._environment: dict[str, str] = {}

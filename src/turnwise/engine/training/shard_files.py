@@ -13,6 +13,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,20 @@ if TYPE_CHECKING:
 
 FOLDER, STATE_FILE = "sharded", "state.json"
 MASTERS = "masters"
-DEADLINE_S = 600.0
-"""Seconds that learners wait for each other's files."""
 
 dist: Any = torch.distributed  # stores and groups have no type stubs
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the learners find each other to write or read files together, and how long they wait."""
+
+    store: Any
+    """Nothing else uses it."""
+    meet_s: float
+    """Seconds until all are there."""
+    deadline_s: float
+    """Seconds that they wait for each other's files."""
 
 
 def has_shards(directory: Path) -> bool:
@@ -67,24 +78,23 @@ def layout_digest(layout: WeightLayout) -> str:
     return hashlib.sha256(json.dumps([places, units]).encode()).hexdigest()
 
 
-def save_shards(directory: Path, shards: ShardLayout, parts: Mapping[str, Tensor], store: Any) -> None:
+def save_shards(directory: Path, shards: ShardLayout, parts: Mapping[str, Tensor], meeting: Meeting) -> None:
     """Write this learner's parts; all learners call it at the same time.
 
     Args:
         parts: what this learner holds of each kind, all units one after the other.
-        store: where the learners find each other, which nothing else uses.
     """
     from torch.distributed.checkpoint.state_dict_saver import save  # seconds of imports, for few runs
 
-    with _one_group(store, shards) as mesh, _told(directory, "written"):
+    with _one_group(meeting, shards) as mesh, _told(directory, "written"):
         save(_as_tensors(shards, parts, mesh), checkpoint_id=directory / FOLDER)
 
 
-def load_shards(directory: Path, shards: ShardLayout, parts: Mapping[str, Tensor], store: Any) -> None:
+def load_shards(directory: Path, shards: ShardLayout, parts: Mapping[str, Tensor], meeting: Meeting) -> None:
     """Fill this learner's parts from what any count of learners has saved; all learners call it at the same time."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    with _one_group(store, shards) as mesh, _told(directory, "read"):
+    with _one_group(meeting, shards) as mesh, _told(directory, "read"):
         state = _as_tensors(shards, parts, mesh)
         load(state, checkpoint_id=directory / FOLDER)
     for kind, local in parts.items():
@@ -136,7 +146,7 @@ def _told(directory: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _one_group(store: Any, shards: ShardLayout) -> Iterator[DeviceMesh]:
+def _one_group(meeting: Meeting, shards: ShardLayout) -> Iterator[DeviceMesh]:
     """torch's global group over all learners, for as long as files are written: DCP knows no other."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -145,10 +155,9 @@ def _one_group(store: Any, shards: ShardLayout) -> Iterator[DeviceMesh]:
             "torch.distributed is initialised in this process by other code; a sharded checkpoint needs the global "
             "group for itself while it is written: call torch.distributed.destroy_process_group() first"
         )
-    place = shards.place
-    dist.init_process_group(
-        "gloo", store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=DEADLINE_S)
-    )
+    place, wait = shards.place, timedelta(seconds=meeting.meet_s)
+    dist.init_process_group("gloo", store=meeting.store, rank=place.rank, world_size=place.size, timeout=wait)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=meeting.deadline_s))
     try:
         yield DeviceMesh("cpu", list(range(place.size)))
     finally:

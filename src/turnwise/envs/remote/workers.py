@@ -105,10 +105,10 @@ class EnvWorkers:
         with self._lock:
             worker.num_taken -= 1
 
-    def leave_out(self, worker: EnvWorker, why: str) -> None:
+    def leave_out(self, worker: EnvWorker, why: str, for_s: float = DOWN_S) -> None:
         """Give it no attempt for a moment."""
         if not worker.is_given_up:
-            worker.down_until_s, worker.problem = time.monotonic() + DOWN_S, why
+            worker.down_until_s, worker.problem = time.monotonic() + for_s, why
 
     def add_taken(self, worker: EnvWorker) -> None:
         """Count a place that a fork takes beside its original."""

@@ -264,6 +264,22 @@ async def test_a_version_counts_as_published_without_a_server_that_lags_which_is
         assert len([tokens for tokens in servers[1].asked if tokens[0] >= 100]) == 3
 
 
+async def test_a_publication_waits_for_the_only_server_when_it_hangs_and_comes_back() -> None:
+    (server,) = servers = make_servers(1)
+    async with running(servers) as fleet:
+        server.is_slow_to_load = True
+        publishing = asyncio.create_task(fleet.publish(version(1)))
+        await until(lambda: not fleet.num_ready)
+        assert not publishing.done()
+        server.is_slow_to_load = False
+        await publishing
+        assert server.adapters == {version(1).name}
+        assert (await fleet.generate(prompt(1), version(1))).sequences
+        server.is_slow_to_load = True
+        with pytest.raises(ServiceError, match=r"version 2 reached no server: http://s0: http://s0 did not load"):
+            await fleet.publish(version(2))
+
+
 async def test_a_request_waits_for_a_server_and_then_fails_with_what_each_server_said() -> None:
     servers = make_servers(2)
     async with running(servers) as fleet:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.backends.servers.http import ServerGoneError
+from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
 from turnwise.backends.servers.vllm_calls import VllmHttp
 from turnwise.backends.servers.vllm_dialect import VllmDialect, VllmUse
 from turnwise.backends.servers.vllm_transfer import init_ipc, to_update_info
@@ -29,9 +29,10 @@ CHUNK: Any = SimpleNamespace(
 class TalkativeVllm(VllmHttp):
     """Writes down what it is asked, and fails where it is told to."""
 
-    def __init__(self, fails_at: str = "", error: ServiceError | None = None) -> None:
+    def __init__(self, fails_at: str = "", error: ServiceError | None = None, *, healthy: bool = True) -> None:
         super().__init__("http://127.0.0.1:1")
         self.asked: list[str] = []
+        self._healthy = healthy
         self._fails_at = fails_at
         self._error = error or ServerGoneError("status 500: it broke", 500)
 
@@ -39,6 +40,9 @@ class TalkativeVllm(VllmHttp):
         self.asked.append(what)
         if what == self._fails_at:
             raise self._error
+
+    async def is_healthy(self) -> bool:
+        return self._healthy
 
     async def init_transfer(self, settings: Mapping[str, Any]) -> None:
         assert settings == {"packed": True}
@@ -121,7 +125,13 @@ async def test_a_server_that_was_not_started_for_it_is_refused_with_what_to_star
     words = (
         r"127\.0\.0\.1:1 does not take weights that way.*VLLM_ALLOW_INSECURE_SERIALIZATION=1 and --weight-transfer-c"
     )
-    with pytest.raises(ConfigError, match=words):
-        await init_ipc(TalkativeVllm(fails_at="init"))
-    with pytest.raises(ServerGoneError, match="no answer"):
-        await init_ipc(TalkativeVllm(fails_at="init", error=ServerGoneError("no answer within 300 s")))
+    for error in (ServerGoneError("status 500: not configured", 500), ServerRefusedError("status 422: packed?", 422)):
+        with pytest.raises(ConfigError, match=words):
+            await init_ipc(TalkativeVllm(fails_at="init", error=error))
+
+
+async def test_a_server_that_is_down_when_it_should_begin_is_gone_and_not_started_wrongly() -> None:
+    for status, healthy in ((None, True), (500, False), (502, True), (503, True), (429, True)):
+        calls = TalkativeVllm(fails_at="init", error=ServerGoneError(f"it says {status}", status), healthy=healthy)
+        with pytest.raises(ServerGoneError, match=f"it says {status}"):
+            await init_ipc(calls)
