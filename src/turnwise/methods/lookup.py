@@ -264,7 +264,7 @@ def choices_left_behind(method: Mapping[str, Any]) -> Mapping[str, tuple[str, tu
 
 def _options_of(found: Any, name: str) -> type[MethodOptions]:
     is_options = isinstance(found, type) and issubclass(found, MethodOptions)
-    options: object = found if is_options else getattr(found, "Options", None)
+    options: object = cast(object, found) if is_options else getattr(cast(object, found), "Options", None)
     if isinstance(options, type) and not issubclass(options, MethodOptions):
         raise ConfigError(
             f"method {name}: its Options does not inherit from MethodOptions; write `class Options(FreeLoss)`, or "

@@ -127,8 +127,11 @@ def leaf_limits(config: Config, world: World, context_length: int) -> dict[str, 
 
 def make_task_order(config: Config, world: World) -> TaskOrder:
     """Which training task each group of a run gets."""
-    allowed = (lambda task: not world.is_apart(task)) if isinstance(world, JointWorld) else None
-    return _order(config, config.env, world, lambda task: task, allowed or (lambda _: True))
+
+    def is_allowed(task: Task) -> bool:
+        return not (isinstance(world, JointWorld) and world.is_apart(task))
+
+    return _order(config, config.env, world, lambda task: task, is_allowed)
 
 
 def _order(
@@ -176,7 +179,7 @@ def _held_out(world: World, count: int, seed: int) -> list[Task]:
 
 def distinct_tasks(world: World, split: Split, count: int, seed: int) -> list[Task]:
     """Up to `count` tasks without duplicates; a world may have fewer."""
-    tasks = world.tasks(split, count, seed) if count else []
+    tasks: Sequence[Task] = world.tasks(split, count, seed) if count else ()
     return list({task.id: task for task in tasks}.values())
 
 

@@ -149,8 +149,8 @@ def evaluate(
     2
     """
     if isinstance(env, Mapping | EnvConfig):
-        as_dict = env.model_dump(mode="json", exclude_unset=True) if isinstance(env, EnvConfig) else env
-        options = dict(cast(Mapping[str, Any], as_dict))
+        is_config = isinstance(env, EnvConfig)
+        options = env.model_dump(mode="json", exclude_unset=True) if is_config else dict(cast(Mapping[str, Any], env))
         env, sections["env"] = options.pop("name", None), options
     if reward is not None and not callable(reward):
         reward, sections["reward"] = None, reward

@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from turnwise.runlog.schema import EvaluationRow
@@ -229,14 +230,13 @@ class NotebookView(Observer):
     """One block below the cell that is redrawn in place, with the curve as bars; evaluations and messages remain."""
 
     def __init__(self, num_steps: int) -> None:
-        from IPython.display import display  # pyright: ignore[reportMissingImports] - there is one: `in_notebook`
-
+        display: Any = import_module("IPython.display").display  # there is one: `in_notebook`
         self._num_steps = num_steps
         self._rewards: list[float] = []
         self._kept: list[str] = []
         self._now = "starting"
         self._last_step = ""
-        self._handle = display(self, display_id=True)
+        self._handle: Any = display(self, display_id=True)
 
     def __repr__(self) -> str:
         lines = [*self._kept, self._now, f"reward {sparkline(self._rewards)}" if self._rewards else ""]
@@ -286,7 +286,7 @@ def _critic_summary(metrics: Mapping[str, float]) -> str:
 
 def _summary(metrics: Mapping[str, float]) -> str:
     """A step in one line, without the numbers that were not measured."""
-    parts = []
+    parts: list[str] = []
     for label, key, form in (
         ("reward", "rollout/reward_mean", ".3f"),
         ("success", "rollout/success_mean", ".1%"),
