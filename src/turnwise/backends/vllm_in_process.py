@@ -247,10 +247,6 @@ class VllmEngineCalls(VllmCalls):
         async with self._asked("resume", ASK_S) as engine:
             await engine.resume_generation()
 
-    async def abort_all(self) -> None:
-        async with self._asked("abort requests", ASK_S) as engine:
-            await engine.abort(list(engine.output_processor.request_states), internal=True)
-
     async def sleep(self) -> None:
         async with self._asked("sleep", LOAD_S) as engine:
             await engine.sleep(level=1, mode="wait")

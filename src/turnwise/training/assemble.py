@@ -70,8 +70,10 @@ class Parts:
 
 
 def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJECTS) -> Parts:
-    """Args:
-    objects: What the caller passed as Python objects in place of names in the config.
+    """Make the world, the method and the limits of a run from its config.
+
+    Args:
+        objects: What the caller passed as Python objects in place of names in the config.
     """
     world = make_played_world(config, objects)
     if config.reward.model:
@@ -137,9 +139,11 @@ def make_task_order(config: Config, world: World) -> TaskOrder:
 def _order(
     config: Config, env: OneWorld, world: World, name_task: Callable[[Task], Task], allowed: Callable[[Task], bool]
 ) -> TaskOrder:
-    """Args:
-    name_task: Gives a task of this world the id that it has in the run.
-    allowed: Whether a task with that id may be trained on.
+    """The order in which a world's tasks, or those of its parts, are trained on.
+
+    Args:
+        name_task: Gives a task of this world the id that it has in the run.
+        allowed: Whether a task with that id may be trained on.
     """
     train, seed = config.train, derive_seed(config.train.seed, "tasks")
     if not isinstance(world, JointWorld):

@@ -288,7 +288,7 @@ def _rows_with_files(run: RunReader, config: Config) -> list[CheckpointRow]:
 
 
 def last_checkpoint(run: RunReader) -> CheckpointRow:
-    """The state to go on from: the latest whose files are there."""
+    """The latest checkpoint whose files are there; a run goes on from it."""
     rows = _rows_with_files(run, config_from_yaml(run.config_yaml, str(run.directory)))
     if rows:
         return rows[-1]

@@ -34,7 +34,7 @@ NUM_DIALOGUES = 16
 NUM_TRIED = 4
 """Attempts that are played with scripted replies to time the env."""
 ENV_S = 2.0
-"""Seconds for them."""
+"""Longest time for these attempts, in seconds."""
 USUAL_OBSERVED = 32
 """Tokens that the world is taken to add after a turn if it has no scripted dialogues."""
 

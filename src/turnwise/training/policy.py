@@ -72,9 +72,11 @@ class WorldChoice:
 
     @classmethod
     def of(cls, env: Any = None, reward: Any = None) -> WorldChoice:
-        """Args:
-        env: A world's name, or a world as an object.
-        reward: A function of (task, messages).
+        """Tell a world's name from a world that is an object.
+
+        Args:
+            env: A world's name, or a world as an object.
+            reward: A function of (task, messages).
         """
         if env is None or isinstance(env, str):
             return cls(name=env, objects=PythonObjects(reward=reward))

@@ -66,7 +66,7 @@ class Chore:
     steps: Sequence[PlanStep]
     """How the expert does it, from any page of the site."""
     effect: Callable[[Any], object]
-    """Does it to a site directly."""
+    """Changes a site as if the chore had been done on its pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
