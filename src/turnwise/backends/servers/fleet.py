@@ -171,7 +171,7 @@ class Fleet:
             self._is_resting = False
 
     async def _sleep(self, server: _Server) -> None:
-        server.is_asleep = True  # also where it fails: then it may or may not, and is woken before it is used
+        server.is_asleep = True  # also if the call fails: it may sleep, so it is woken before it is used
         try:
             async with asyncio.timeout(self.times.request_s):
                 await as_sleeper(server.dialect).sleep()

@@ -125,7 +125,7 @@ class JavaHost:
         def ask() -> Any:
             maker = self._gateway.jvm
             for name in java_class.split("."):
-                maker = getattr(maker, name)  # a question to the process, each
+                maker = getattr(maker, name)  # every step asks the process
             return maker()
 
         return self._answer(ask, java_class)
