@@ -212,9 +212,7 @@ class LiveView(Observer):
             rows.add_row(name, sparkline(values, low=bounds[0], high=bounds[1]), latest)
         left = f", about {format_duration(self._clock.left(num_steps - step))} left" if step else ""
         title = Text(f"{self._phase}  step {step}/{num_steps}{left}")
-        bar = Padding(
-            ProgressBar(total=max(1, num_steps), completed=step), 0
-        )  # without padding a bar does not end its line
+        bar = Padding(ProgressBar(total=max(1, num_steps), completed=step), 0)  # a bare bar ends no line
         lines = [Text(self._summary, overflow="ellipsis", no_wrap=True)] if self._summary else []
         lines += [Text(self._waiting, overflow="fold")] if self._waiting else []  # never cut: it says who is slow
         return Panel(Group(title, bar, rows, *lines), expand=False)
