@@ -57,8 +57,10 @@ def test_the_self_play_recipe_runs_a_few_steps(tmp_path: Path) -> None:
     for label in ("start", "warm-up", "end"):
         assert re.search(rf"^{label}: not lost \d\.\d\d, won \d\.\d\d against random moves$", out, re.MULTILINE)
     with RunReader(tmp_path / "run") as reader:
-        seats = [reader.attempt(row.id).trajectory.labels["seat"] for row in reader.attempts(phase="train")]
-        assert {"0", "1"} == set(seats)
+        labels = [reader.attempt(row.id).trajectory.labels for row in reader.attempts(phase="train")]
+        # The other seat may never move, because `tiny` says no numbers yet: then it has no attempt.
+        assert {one["opponent"] for one in labels} == {"self"}
+        assert {one["seat"] for one in labels} <= {"0", "1"}
         assert all(row.is_exact for row in reader.certificates())
 
 
