@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 RUN_S = 3600.0
 """How long one command may take; a slower one has failed."""
 SHOWN_CHARACTERS = 500
-MODEL = "--model smollm2 --device cpu"
+MODEL = "--model smollm2 --device cpu --repeats 1"  # the rounds repeat
 ALONE = f"{MODEL} --peer none"  # the peer is the same on both sides
 COMMANDS = {
     "sample": f"{ALONE} --prompts 32 --new-tokens 64 --dialogues 16 --turns 6",
@@ -189,6 +189,10 @@ def measure(commands: Mapping[str, str], folders: Mapping[Name, Path], *, rounds
             report.problems.append(f"{bench} {options}: {error}")
             continue
         report.ratios[bench] = last
+        for name, ratio in last.items():  # said at once: the campaign takes hours, and may be stopped
+            print(
+                f"{bench}: {name} {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]", file=sys.stderr, flush=True
+            )
         for name, direction in moved.items():
             ratio = last.get(name)
             if ratio is not None and ratio.moved(noise) == direction:
