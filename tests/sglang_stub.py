@@ -208,9 +208,8 @@ class SglangStub:
 
     async def _abort(self, request: Request) -> Response:
         body = await request.json()
-        names = list(self._running) if body.get("abort_all") else [body["rid"]]
-        self.aborted += names
-        self._ended.update(names)
+        self.aborted.append(body["rid"])
+        self._ended.add(body["rid"])
         return PlainTextResponse("")
 
     async def _pause(self, request: Request) -> Response:

@@ -61,7 +61,7 @@ class EndReason(StrEnum):
     is_truncation: bool
     """A limit ended the attempt, not the task, so its return leaves out what would have come."""
     is_repeatable: bool
-    """The same seeds and weights lead to this end again."""
+    """Whether the same seeds and weights lead to this end again."""
 
     def __new__(cls, text: str, description: str, is_truncation: bool = False, is_repeatable: bool = True) -> EndReason:
         member = str.__new__(cls, text)

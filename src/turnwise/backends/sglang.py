@@ -160,9 +160,6 @@ class SglangDialect(ServerDialect):
     async def wake(self) -> None:
         await self._server.post("/resume_memory_occupation", {"tags": list(RELEASED)}, deadline_s=LOAD_S)
 
-    async def abort_all(self) -> None:
-        await self._server.post("/abort_request", {"abort_all": True}, deadline_s=CHECK_S)
-
     async def close(self) -> None:
         for task in list(self._aborts):
             task.cancel()

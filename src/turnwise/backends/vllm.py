@@ -162,7 +162,7 @@ class VllmPublisher(ServerPublisher):
             found[VARIABLE] = "1"  # handles of memory come pickled; the server listens on the loopback device alone
         if self._is_on_cpu():
             found["TORCHDYNAMO_DISABLE"] = "1"  # else the first reply waits while a C++ compiler builds one small sum
-            # By itself it leaves one core free, and binds its threads to the others; but we learn while it waits.
+            # By default vLLM binds its threads to all cores but one; the trainer needs these cores while vLLM waits.
             found["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             cache_gib = self.setup.engine.kv_cache_gib or CPU_CACHE_GIB
             found["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(cache_gib))))

@@ -138,7 +138,7 @@ class VllmEngine:
             "VLLM_LOGGING_CONFIG_PATH": str(settings),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # torch and its threads run here: a fork of them may hang
             "VLLM_ENGINE_READY_TIMEOUT_S": str(round(self._start_s)),
-            "PYTHONWARNINGS": "ignore",  # of its own processes, on our terminal
+            "PYTHONWARNINGS": "ignore",  # vLLM's processes would warn on our terminal
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "SPT_NOENV": "1",  # else a process that renames itself overwrites its environment, and with it our mark
         }
@@ -246,10 +246,6 @@ class VllmEngineCalls(VllmCalls):
     async def resume(self) -> None:
         async with self._asked("resume", ASK_S) as engine:
             await engine.resume_generation()
-
-    async def abort_all(self) -> None:
-        async with self._asked("abort requests", ASK_S) as engine:
-            await engine.abort(list(engine.output_processor.request_states), internal=True)
 
     async def sleep(self) -> None:
         async with self._asked("sleep", LOAD_S) as engine:

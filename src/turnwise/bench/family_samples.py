@@ -75,7 +75,7 @@ class FamilySample:
     """The row of the table: the model type, and what is special about this model."""
     model_type: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Besides those of its family."""
+    """Settings of the Hugging Face config, on top of those of the family."""
     context_length: int = 0
     """`engine.context_length`"""
 

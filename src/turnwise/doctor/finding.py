@@ -63,7 +63,8 @@ class Finding:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Finding:
         """The finding that `to_json` wrote down."""
-        return cls(**{**values, "fixes": tuple(Fix(**fix) for fix in values["fixes"])})
+        plain = {name: value for name, value in values.items() if name != "fixes"}
+        return cls(**plain, fixes=tuple(Fix(**fix) for fix in values["fixes"]))
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:

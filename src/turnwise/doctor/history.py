@@ -10,7 +10,7 @@ from statistics import fmean
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
 from turnwise.runlog.reader import RunReader
-from turnwise.runlog.schema import EvaluationRow, Event, StoredAttempt
+from turnwise.runlog.schema import AttemptRow, EvaluationRow, Event, StoredAttempt
 from turnwise.trajectory import Failure, Trajectory
 
 RECENT_STEPS = 10
@@ -104,7 +104,7 @@ class RunHistory:
         for phase in ("train", "eval"):
             rows = [row for row in self._run.attempts(phase=phase) if row.has_tokens and row.outcome != "failed"]
             steps = sorted({row.step for row in rows}, reverse=True)
-            chosen = []
+            chosen: list[AttemptRow] = []
             for step in steps:
                 chosen += [row for row in rows if row.step == step]
                 if len(chosen) >= MIN_SAMPLE:

@@ -97,7 +97,7 @@ def replies_identical(run: RunHistory) -> Finding | None:
 
 
 def _warm_up(run: RunHistory, text: str) -> list[Fix]:
-    """A warm-up, or a longer one."""
+    """Advise a warm-up; a longer one if the run had one."""
     return [Fix(option=f"warmup.steps={4 * run.config.warmup.steps or 50}", text=text)]
 
 

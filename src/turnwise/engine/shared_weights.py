@@ -30,7 +30,7 @@ class SharedChunk:
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """Such as `bfloat16`."""
+    """Names of torch's dtypes, such as `bfloat16`."""
     shapes: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
     """Bytes of each tensor."""

@@ -21,7 +21,7 @@ import asyncio
 import hmac
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -236,7 +236,7 @@ def make_env_app(world: World, options: EnvServerOptions) -> FastAPI:
     sessions = EnvSessions(world, options)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         sweeping = asyncio.create_task(sessions.sweep())
         try:
             yield

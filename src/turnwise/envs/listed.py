@@ -155,7 +155,7 @@ def _check_apart(path: Path, tasks: Iterable[ListedTask]) -> None:
     seen: dict[tuple[int, str], ListedTask] = {}
     for one in tasks:
         if not one.task.data:
-            continue  # the id says everything
+            continue  # without data, the id alone identifies a task
         twin = seen.setdefault((one.difficulty, json.dumps(one.task.data, sort_keys=True)), one)
         if twin.split != one.split:
             raise ConfigError(

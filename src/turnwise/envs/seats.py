@@ -48,7 +48,7 @@ class Opponent(Protocol):
 
     @property
     def name(self) -> str:
-        """What attempts record."""
+        """The name that attempts record (`labels["opponent"]`)."""
         ...
 
     @property

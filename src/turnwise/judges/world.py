@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from turnwise.envs.base import Env, EnvStep, Task, World
 from turnwise.envs.joint import leaves
@@ -61,7 +61,8 @@ class JudgedWorld(WorldWrapper):
                 f"it has {', '.join(task.data)}"
             )
         value = task.data[self.reference_key]
-        return " / ".join(str(one) for one in value) if isinstance(value, list | tuple) else str(value)
+        several = cast(Iterable[object], value) if isinstance(value, list | tuple) else [value]
+        return " / ".join(map(str, several))
 
 
 class JudgedEnv(EnvWrapper):

@@ -91,23 +91,8 @@ class CreditedByTurn(MethodOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grpo:
-    """Group-relative advantages, with constant groups dropped and counted."""
-
-    class Options(Compared, CreditedByTurn, FreeLoss, Weighed):
-        """GRPO: compare the attempts at a task."""
-
-        name: str = "grpo"
-
-        def build(self, setup: MethodSetup) -> Grpo:
-            return Grpo(
-                loss_fn=self.loss,
-                loss_config=self.loss_config,
-                compare=self.compare,
-                weigh=self.weighting(setup),
-                per_turn=self.credit == "reward_to_go",
-                gamma=self.gamma,
-            )
+class GroupRelative:
+    """Compare each attempt with the others of its group; groups in which nothing differs are dropped and counted."""
 
     loss_fn: str
     loss_config: Mapping[str, float | str]
@@ -133,3 +118,23 @@ class Grpo:
             return [np.full(n, a) for n, a in zip(lengths, self.compare(group.rewards), strict=True)]
         to_go = [reward_to_go([t.reward for t in one.turns], discount=self.gamma) for one in group.trajectories]
         return compare_by_turn(to_go, self.compare)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grpo(GroupRelative):
+    """Group-relative advantages with any loss."""
+
+    class Options(Compared, CreditedByTurn, FreeLoss, Weighed):
+        """GRPO: compare the attempts at a task."""
+
+        name: str = "grpo"
+
+        def build(self, setup: MethodSetup) -> Grpo:
+            return Grpo(
+                loss_fn=self.loss,
+                loss_config=self.loss_config,
+                compare=self.compare,
+                weigh=self.weighting(setup),
+                per_turn=self.credit == "reward_to_go",
+                gamma=self.gamma,
+            )

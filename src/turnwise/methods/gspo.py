@@ -18,15 +18,18 @@ from pydantic import Field
 
 from turnwise.losses.table import GspoOptions
 from turnwise.methods.base import MethodSetup
-from turnwise.methods.grpo import Compared, CreditedByTurn, Grpo
+from turnwise.methods.grpo import Compared, CreditedByTurn, GroupRelative
 from turnwise.methods.options import Normalisation, PolicyTerms, Weighed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gspo(Grpo):
+class Gspo(GroupRelative):
     """Group-relative advantages, with one ratio per sequence."""
 
-    class Options(Compared, CreditedByTurn, PolicyTerms, GspoOptions, Weighed):
+    # A method offers fewer values of `kl_estimator` and more of `correction` than the loss.
+    class Options(  # pyright: ignore[reportIncompatibleVariableOverride]
+        Compared, CreditedByTurn, PolicyTerms, GspoOptions, Weighed
+    ):
         """GSPO: one ratio for a whole attempt, or for each of its turns."""
 
         name: str = "gspo"

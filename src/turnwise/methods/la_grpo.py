@@ -21,7 +21,17 @@ from pydantic import Field, model_validator
 from turnwise.credit.advantages import center_by_group
 from turnwise.credit.branching import train_turns, trim_tail
 from turnwise.credit.weights import Weighting, token_mean
-from turnwise.methods.base import Kept, Lesson, MethodSetup, PlayBranches, Values, keep_by, make_lessons, why_unusable
+from turnwise.methods.base import (
+    Credited,
+    Kept,
+    Lesson,
+    MethodSetup,
+    PlayBranches,
+    Values,
+    keep_by,
+    make_lessons,
+    why_unusable,
+)
 from turnwise.methods.grpo import Compared, Comparison
 from turnwise.methods.options import FreeLoss, MethodOptions, Weighed
 from turnwise.trajectory import TrajectoryGroup
@@ -93,7 +103,7 @@ class LaGrpo:
         return keep_by(self._why_dropped, groups)
 
     def lessons(self, groups: Sequence[TrajectoryGroup], values: Values | None = None) -> list[Lesson]:  # noqa: ARG002
-        credited = []
+        credited: list[list[Credited]] = []
         for group in groups:
             group = self.trained_part(group)
             advantages_G = self.compare(group.rewards)

@@ -10,7 +10,7 @@ The options of a config are chosen by `name`: a shipped method, or `module:Class
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, SerializeAsAny, ValidationError
 from pydantic.fields import FieldInfo
@@ -63,16 +63,17 @@ def read_method(given: Any) -> MethodOptions:
     given = {"name": given} if isinstance(given, str) else given
     if not isinstance(given, Mapping):
         return as_method_options(given)
-    name = str(given.get("name") or DEFAULT_METHOD)
+    section = cast(Mapping[str, Any], given)
+    name = str(section.get("name") or DEFAULT_METHOD)
     if name in _PASSED:
-        unread = sorted(key for key, value in given.items() if key != "name" and not _is_at_rest(key, value))
+        unread = sorted(key for key, value in section.items() if key != "name" and not _is_at_rest(key, value))
         if unread:
             raise ConfigError(
                 f"{unread[0]} is given beside a method that is built; give it to the method's constructor"
             )
         return _PASSED[name]
     options = find_options(name)
-    kept = {key: value for key, value in given.items() if key in options.model_fields or not _is_at_rest(key, value)}
+    kept = {key: value for key, value in section.items() if key in options.model_fields or not _is_at_rest(key, value)}
     for key in kept:
         if key not in options.model_fields:
             _refuse_unread(options, name, key)
@@ -82,14 +83,17 @@ def read_method(given: Any) -> MethodOptions:
 def read_stored_method(given: Any) -> MethodOptions | Any:
     """The section `method` of a run on disk. If the method cannot be found here, its stored options are kept: you can
     inspect the run, and resuming it tells what is missing."""
-    name = str(given.get("name") or "") if isinstance(given, Mapping) else ""
-    if not is_outside(name) or name in _PASSED:
+    if not isinstance(given, Mapping):
         return given
+    section = cast(Mapping[str, Any], given)
+    name = str(section.get("name") or "")
+    if not is_outside(name) or name in _PASSED:
+        return section
     try:
         find_options(name)
     except (ConfigError, ImportError) as cause:
-        return MissingMethod.model_validate({**given, "why": str(cause)})
-    return given
+        return MissingMethod.model_validate({**section, "why": str(cause)})
+    return section
 
 
 AnyMethodOptions = Annotated[SerializeAsAny[MethodOptions], BeforeValidator(read_method)]
@@ -259,7 +263,8 @@ def choices_left_behind(method: Mapping[str, Any]) -> Mapping[str, tuple[str, tu
 
 
 def _options_of(found: Any, name: str) -> type[MethodOptions]:
-    options = found if isinstance(found, type) and issubclass(found, MethodOptions) else getattr(found, "Options", None)
+    is_options = isinstance(found, type) and issubclass(found, MethodOptions)
+    options: object = cast(object, found) if is_options else getattr(cast(object, found), "Options", None)
     if isinstance(options, type) and not issubclass(options, MethodOptions):
         raise ConfigError(
             f"method {name}: its Options does not inherit from MethodOptions; write `class Options(FreeLoss)`, or "

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from annotated_types import Gt
 from pydantic import Field, create_model, field_validator, model_validator
@@ -188,7 +188,8 @@ class MethodOptions(Section):
         """Replace null by the method's default: a run stores every option, some of them as null."""
         if not isinstance(given, dict):
             return given
-        kept = {key: value for key, value in given.items() if value is not None}
+        options = cast(dict[str, Any], given)
+        kept = {key: value for key, value in options.items() if value is not None}
         if cls.is_shipped():
             own = cls.model_fields["name"].default
             if kept.get("name", own) != own:
@@ -230,7 +231,7 @@ class PolicyTerms(PolicyOptions, MethodOptions):
         description="For a KL in advantages: discount of later tokens' KL in a token's advantage; 0 counts "
         "only the token's own.",
     )
-    kl_estimator: Literal["k2", "k3"] = Field(
+    kl_estimator: Literal["k2", "k3"] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default="k2", description="How to estimate a KL in the loss: k2 is the reverse KL, k3 the forward KL."
     )
     kl_importance: bool = Field(

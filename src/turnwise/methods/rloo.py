@@ -14,12 +14,12 @@ from pydantic import Field
 
 from turnwise.credit.advantages import leave_one_out
 from turnwise.methods.base import MethodSetup
-from turnwise.methods.grpo import CreditedByTurn, Grpo
+from turnwise.methods.grpo import CreditedByTurn, GroupRelative
 from turnwise.methods.options import FreeLoss, Normalisation, Weighed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rloo(Grpo):
+class Rloo(GroupRelative):
     """Group-relative advantages against the mean of the others."""
 
     class Options(CreditedByTurn, FreeLoss, Weighed):

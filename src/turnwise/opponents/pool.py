@@ -27,7 +27,7 @@ from turnwise.opponents.config import OpponentConfig
 from turnwise.opponents.elo import elo_ratings
 
 START = "start"
-"""Who the policy is before its first snapshot: the base model."""
+"""The policy's name in the ratings until its first snapshot, while it is the base model."""
 SNAPSHOT_FILES = "opponent-"
 """How the names of the snapshots' checkpoints begin."""
 _REMEMBERED = 4096

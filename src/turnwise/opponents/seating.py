@@ -83,9 +83,9 @@ def seat_record(world: World, recorded: Trajectory) -> World:
         return seat_script(world, name)
     own_seat = recorded.labels.get("seat")
     if own_seat is None:
-        return seat(world, lambda *_: RecordedOpponent(name, json.loads(said)))
+        return seat(world, lambda _task, _seed: RecordedOpponent(name, json.loads(said)))
     return OpposedWorld(  # both seats were trained: no wrapper scores them, and their states are the game's
         inner=cast(World, sided),
-        choose=lambda *_: RecordedOpponent(name, json.loads(said), is_scripted=True),
+        choose=lambda _task, _seed: RecordedOpponent(name, json.loads(said), is_scripted=True),
         seat=int(own_seat),
     )

@@ -137,7 +137,7 @@ def standings(games: Sequence[TournamentGame], *, seed: int = 0) -> Standings:
     for game in scored:
         by_task.setdefault(game.task_id, []).append(game)
     tasks, rng = list(by_task.values()), np.random.default_rng(seed)
-    draws = [rng.integers(len(tasks), size=len(tasks)) for _ in range(NUM_RESAMPLES)]
+    draws: list[list[int]] = [rng.integers(len(tasks), size=len(tasks)).tolist() for _ in range(NUM_RESAMPLES)]
     samples = [[game for index in draw for game in tasks[index]] for draw in draws]
     ratings = bradley_terry(scored, names)
     drawn = [bradley_terry(sample, names) for sample in samples]

@@ -68,7 +68,8 @@ def open_outcome_model(directory: str | Path) -> OutcomeModel:
     if not is_outcome_model(place):
         raise ConfigError(f"{directory} is no outcome model: it holds no {FILE}; make one with: turnwise orm train")
     fields: dict[str, Any] = json.loads((place / FILE).read_text(encoding="utf-8"))
-    return OutcomeModel(place, OutcomeInfo(**{**fields, "worlds": tuple(fields["worlds"])}))
+    worlds = tuple(fields.pop("worlds"))
+    return OutcomeModel(place, OutcomeInfo(**fields, worlds=worlds))
 
 
 class OutcomeModel:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,8 @@ def write_pool(store: PoolStore, pool: str, path: Path, where: str = "1") -> int
 def _write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Plain columns stay columns; dialogues and ids are JSON text."""
     try:
-        import pyarrow as pa
-        from pyarrow import parquet
+        pa: Any = import_module("pyarrow")
+        parquet: Any = import_module("pyarrow.parquet")
     except ImportError as cause:
         raise ConfigError("Parquet needs pyarrow; pip install 'turnwise[pairs]', or name a .jsonl file") from cause
     flat = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class PendingCalls:
         """Calls that have returned, with or without an error."""
 
     @contextmanager
-    def listed(self, party: str, what: str, deadline_s: float, *, is_reason: bool = False) -> Iterator[None]:
+    def listed(self, party: str, what: str, deadline_s: float, *, is_reason: bool = False) -> Generator[None]:
         """List a call while the block runs."""
         number = next(self._numbers)
         self._open[number] = PendingCall(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 SWITCH_INTERVAL_S = 0.0001
@@ -16,7 +16,7 @@ long, which is more than a decode step on a GPU takes, and torch releases and ta
 
 
 @contextmanager
-def settled_process() -> Iterator[None]:
+def settled_process() -> Generator[None]:
     """Switch threads fast, and keep the garbage collector off what is loaded already. Enter it after loading.
 
     A full collection visits every object that torch and transformers made, which takes a fifth of a second, and a

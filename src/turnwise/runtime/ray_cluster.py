@@ -63,5 +63,5 @@ class RayActor:
             raise OSError(str(cause).splitlines()[0]) from cause
 
     def kill(self) -> None:
-        with contextlib.suppress(Exception):  # it, its node or the cluster may be gone
+        with contextlib.suppress(Exception):  # the actor, its node or the cluster may be gone
             self._ray.kill(self.handle, no_restart=True)

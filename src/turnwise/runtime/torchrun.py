@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ _is_led = False
 
 
 @contextmanager
-def leading() -> Iterator[None]:
+def leading() -> Generator[None]:
     """In the block, a run of this process has the other ranks as its learners."""
     global _is_led  # noqa: PLW0603 - torchrun's processes belong to the process, not to a caller
     _is_led = True

@@ -7,7 +7,7 @@ are turned into such overrides, so that one parser checks both and a wrong name 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -90,7 +90,7 @@ def _section_overrides(name: str, value: Any) -> Iterator[str]:
     if not isinstance(value, Mapping):
         names = ", ".join(list(_fields(name))[:3])
         raise ConfigError(f"{name}={value!r}: {name} is a section; expected a dict of its options, such as {names}")
-    for key, inner in value.items():
+    for key, inner in cast(Mapping[str, Any], value).items():
         if isinstance(inner, Mapping | BaseModel) and inner:
             yield from _section_overrides(f"{name}.{key}", inner)
         else:
@@ -108,7 +108,8 @@ def _to_text(value: Any) -> str:
     if isinstance(value, Path):
         value = str(value)
     try:
-        return json.dumps(list(value) if isinstance(value, tuple | set) else value, ensure_ascii=False)
+        plain = list(cast(Iterable[object], value)) if isinstance(value, tuple | set) else value
+        return json.dumps(plain, ensure_ascii=False)
     except TypeError as cause:
         raise ConfigError(f"{value!r} cannot be written into a config; expected text, numbers or lists") from cause
 

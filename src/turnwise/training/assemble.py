@@ -70,8 +70,10 @@ class Parts:
 
 
 def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJECTS) -> Parts:
-    """Args:
-    objects: What the caller passed as Python objects in place of names in the config.
+    """Make the world, the method and the limits of a run from its config.
+
+    Args:
+        objects: What the caller passed as Python objects in place of names in the config.
     """
     world = make_played_world(config, objects)
     if config.reward.model:
@@ -127,16 +129,21 @@ def leaf_limits(config: Config, world: World, context_length: int) -> dict[str, 
 
 def make_task_order(config: Config, world: World) -> TaskOrder:
     """Which training task each group of a run gets."""
-    allowed = (lambda task: not world.is_apart(task)) if isinstance(world, JointWorld) else None
-    return _order(config, config.env, world, lambda task: task, allowed or (lambda _: True))
+
+    def is_allowed(task: Task) -> bool:
+        return not (isinstance(world, JointWorld) and world.is_apart(task))
+
+    return _order(config, config.env, world, lambda task: task, is_allowed)
 
 
 def _order(
     config: Config, env: OneWorld, world: World, name_task: Callable[[Task], Task], allowed: Callable[[Task], bool]
 ) -> TaskOrder:
-    """Args:
-    name_task: Gives a task of this world the id that it has in the run.
-    allowed: Whether a task with that id may be trained on.
+    """The order in which a world's tasks, or those of its parts, are trained on.
+
+    Args:
+        name_task: Gives a task of this world the id that it has in the run.
+        allowed: Whether a task with that id may be trained on.
     """
     train, seed = config.train, derive_seed(config.train.seed, "tasks")
     if not isinstance(world, JointWorld):
@@ -176,7 +183,7 @@ def _held_out(world: World, count: int, seed: int) -> list[Task]:
 
 def distinct_tasks(world: World, split: Split, count: int, seed: int) -> list[Task]:
     """Up to `count` tasks without duplicates; a world may have fewer."""
-    tasks = world.tasks(split, count, seed) if count else []
+    tasks: Sequence[Task] = world.tasks(split, count, seed) if count else ()
     return list({task.id: task for task in tasks}.values())
 
 

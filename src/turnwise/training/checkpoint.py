@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from turnwise.client.base import TrainingClient
 from turnwise.client.checkpoints import CheckpointStore, read_info, remove_directory
@@ -266,7 +267,7 @@ class SavedCritic:
 
 def saved_critic(data_dir: Path, row: CheckpointRow) -> SavedCritic | None:
     """The critic of a checkpoint; None where there is none."""
-    state = {} if row.state is None else json.loads(row.state)
+    state: dict[str, Any] = {} if row.state is None else json.loads(row.state)
     if state.get(CRITIC_PATH):
         return SavedCritic(
             path=state[CRITIC_PATH],
@@ -274,7 +275,7 @@ def saved_critic(data_dir: Path, row: CheckpointRow) -> SavedCritic | None:
             plateau=state.get("critic_plateau"),
         )
     info = read_info(CheckpointStore(data_dir).directory(row.path))
-    known = {} if info is None else info.user_metadata
+    known: Mapping[str, str] = {} if info is None else info.user_metadata
     if CRITIC_PATH not in known:
         return None
     return SavedCritic(path=known[CRITIC_PATH], num_pretrained=int(known[CRITIC_BATCHES]))
@@ -287,7 +288,7 @@ def _rows_with_files(run: RunReader, config: Config) -> list[CheckpointRow]:
 
 
 def last_checkpoint(run: RunReader) -> CheckpointRow:
-    """The state to go on from: the latest whose files are there."""
+    """The latest checkpoint whose files are there; a run goes on from it."""
     rows = _rows_with_files(run, config_from_yaml(run.config_yaml, str(run.directory)))
     if rows:
         return rows[-1]

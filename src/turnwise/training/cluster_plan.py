@@ -38,8 +38,10 @@ class ClusterTraffic:
 
 
 def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:
-    """Args:
-    num_trained: Parameters of the policy that are trained.
+    """Compute what the processes of a run send each other in one step.
+
+    Args:
+        num_trained: Parameters of the policy that are trained.
     """
     config, rollout = setup.config, setup.parts.rollout
     learners, train = config.cluster.learners, config.train

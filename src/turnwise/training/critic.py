@@ -70,7 +70,7 @@ class Critic:
         return self.num_pretrained >= self.config.pretrain_steps
 
     async def values(self, trajectories: Sequence[Trajectory]) -> Values:
-        """What it expects along each attempt; no gradient."""
+        """Compute the critic's values along each attempt, without a gradient."""
         asked = [value_sequences(one, self._next_prompt(one)) for one in trajectories]
         questions = [sequence.question() for sequences in asked for sequence in sequences]
         if not questions:

@@ -28,7 +28,7 @@ class Demonstrations:
 
     dialogues: Sequence[list[Datum]]
     left_out: Finding | None = None
-    """Says how many did not fit; None: all fit."""
+    """A finding that says how many did not fit; None if all fit."""
 
 
 def has_scripts(world: World) -> bool:

@@ -141,7 +141,8 @@ class Heartbeat:
 
     def _where(self) -> str:
         """What blocks the event loop: the innermost lines of its stack, and the disk if it is writing the run."""
-        frame = sys._current_frames().get(self._main_id)  # there is no other way to ask
+        # There is no other way to ask.
+        frame = sys._current_frames().get(self._main_id)  # pyright: ignore[reportPrivateUsage]
         stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
         lines = " > ".join(f"{Path(line.filename).name}:{line.lineno} {line.name}" for line in stack[-3:])
         is_writing = any(Path(line.filename) == WRITER_FILE for line in stack)

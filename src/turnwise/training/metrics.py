@@ -48,7 +48,7 @@ class Times:
     train_s: float
     publish_s: float
     is_ahead: bool = False
-    """Attempts are played during all of it, not only while the loop waits for them."""
+    """Whether attempts are also played while the loop trains and publishes."""
 
     @property
     def total_s(self) -> float:

@@ -370,7 +370,7 @@ def _lessons(renderer: Renderer, batch: Sequence[LabelledAttempt]) -> list[Datum
 
 
 def _train_generative(place: Path, options: OrmConfig, observer: Observer) -> OutcomeInfo:
-    """A run in the world of verdicts; it is resumed like any other."""
+    """Train in the world of verdicts, with a run that is resumed like any other."""
     directory = place / "run"
     if not is_run(directory):
         overrides = [

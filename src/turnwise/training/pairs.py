@@ -13,16 +13,14 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from turnwise.credit.preferences import PreferencePair
 from turnwise.errors import ConfigError, DataError
 from turnwise.runlog.arrays import messages_from_json, messages_to_json
 from turnwise.trajectory import Branch, EndReason, Message, Trajectory, Turn
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 FORMAT_KEY = b"turnwise.pairs"
 FORMAT = b"2"
@@ -110,7 +108,8 @@ def read_pairs(path: Path) -> list[StoredPair]:
         table = parquet.read_table(path)
     except (pa.ArrowInvalid, OSError) as cause:
         raise ConfigError(f"{path} cannot be read as Parquet: {cause}") from cause
-    came = (table.schema.metadata or {}).get(FORMAT_KEY)
+    metadata: dict[bytes, bytes] = table.schema.metadata or {}
+    came = metadata.get(FORMAT_KEY)
     if came is None:
         raise ConfigError(f"{path} is Parquet, but not of preference pairs; {advice}")
     if came != FORMAT:
@@ -125,14 +124,12 @@ def read_pairs(path: Path) -> list[StoredPair]:
 
 def _pyarrow() -> tuple[Any, Any]:
     try:
-        import pyarrow
-        import pyarrow.parquet
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as cause:
         raise ConfigError("pairs are kept as Parquet, which needs pyarrow; pip install 'turnwise[pairs]'") from cause
-    return pyarrow, pyarrow.parquet
 
 
-def _schema(pa: Any) -> pa.Schema:
+def _schema(pa: Any) -> Any:
     turn = pa.struct(
         [
             ("prompt_ids", pa.list_(pa.int32())),

@@ -58,8 +58,10 @@ def make_plan(
     device: DeviceInfo | None,
     num_tasks: Mapping[Split | Literal["opponents"], int],
 ) -> Plan:
-    """Args:
-    num_tasks: By split; `opponents` is how many opponents play every held-out task, 1 if it is left out.
+    """Compute what a run will take, from its config and the model's sizes alone.
+
+    Args:
+        num_tasks: By split; `opponents` is how many opponents play every held-out task, 1 if it is left out.
     """
     if device is not None:
         facts.check_trained(config.model)

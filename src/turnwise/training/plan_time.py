@@ -34,7 +34,7 @@ NUM_DIALOGUES = 16
 NUM_TRIED = 4
 """Attempts that are played with scripted replies to time the env."""
 ENV_S = 2.0
-"""Seconds for them."""
+"""Longest time for these attempts, in seconds."""
 USUAL_OBSERVED = 32
 """Tokens that the world is taken to add after a turn if it has no scripted dialogues."""
 
@@ -260,7 +260,7 @@ class _Trial:
         spent_s, num_turns = 0.0, 0
         plain = tuple(self._renderer.encode_reply(assistant("ok")))
         for index, task in enumerate(parts.world.tasks("train", NUM_TRIED, seed)):
-            script = self._scripts[index] if index < len(self._scripts) else []
+            script: Sequence[DialogueTurn] = self._scripts[index] if index < len(self._scripts) else ()
             replies = [turn.reply_ids for turn in script] or [plain] * min(4, parts.rollout.max_turns)
             rollout = parts.rollout.model_copy(update={"max_turns": min(len(replies), parts.rollout.max_turns)})
             attempt = Attempt(

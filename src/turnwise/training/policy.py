@@ -11,7 +11,7 @@ import contextlib
 import json
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -73,9 +73,11 @@ class WorldChoice:
 
     @classmethod
     def of(cls, env: Any = None, reward: Any = None) -> WorldChoice:
-        """Args:
-        env: A world's name, or a world as an object.
-        reward: A function of (task, messages).
+        """Tell a world's name from a world that is an object.
+
+        Args:
+            env: A world's name, or a world as an object.
+            reward: A function of (task, messages).
         """
         if env is None or isinstance(env, str):
             return cls(name=env, objects=PythonObjects(reward=reward))
@@ -240,13 +242,13 @@ class PolicySampler(ClosedOnExit):
             return run_to_end(evaluate(rollouts, held_out, seed=config.train.seed, label=label, step=self.step))
 
     @contextlib.contextmanager
-    def seated(self, world: World, rollout: RolloutConfig) -> Iterator[dict[str, World]]:
+    def seated(self, world: World, rollout: RolloutConfig) -> Generator[dict[str, World]]:
         """The world with each opponent of the config's panel, whose models are loaded; one world if it has none."""
         with self._opponents(world, rollout) as opponents:
             yield {"": world} if opponents is None else opponents.panel_worlds()
 
     @contextlib.contextmanager
-    def opposed(self, world: World, rollout: RolloutConfig) -> Iterator[World]:
+    def opposed(self, world: World, rollout: RolloutConfig) -> Generator[World]:
         """The world with the opponent that the config names for training, whose model is loaded."""
         with self._opponents(world, rollout) as opponents:
             if opponents is not None and opponents.pool is not None:
@@ -254,7 +256,7 @@ class PolicySampler(ClosedOnExit):
             yield world if opponents is None else opponents.world
 
     @contextlib.contextmanager
-    def _opponents(self, world: World, rollout: RolloutConfig) -> Iterator[Opponents | None]:
+    def _opponents(self, world: World, rollout: RolloutConfig) -> Generator[Opponents | None]:
         check_opponents(self.config, world)
         if not needs_opponents(self.config, world):
             yield None

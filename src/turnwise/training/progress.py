@@ -106,7 +106,7 @@ class Progress:
         return f"{self.num_empty_steps} steps in a row left nothing to learn from (groups: {reasons}). {advice}"
 
     def check_any_judged(self, run: RunReader) -> None:
-        """Refuse to end a run well whose attempts all failed: nothing was learned, and nothing was measured."""
+        """Raise an error if all attempts of the run failed: nothing was learned, and nothing was measured."""
         totals = {
             name: sum(value for _, value in run.metric(name)) for name in run.metric_names() if "rollout/" in name
         }

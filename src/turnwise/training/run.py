@@ -19,7 +19,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
@@ -149,7 +149,8 @@ def evaluate(
     2
     """
     if isinstance(env, Mapping | EnvConfig):
-        options = dict(env) if isinstance(env, Mapping) else env.model_dump(mode="json", exclude_unset=True)
+        is_config = isinstance(env, EnvConfig)
+        options = env.model_dump(mode="json", exclude_unset=True) if is_config else dict(cast(Mapping[str, Any], env))
         env, sections["env"] = options.pop("name", None), options
     if reward is not None and not callable(reward):
         reward, sections["reward"] = None, reward
@@ -268,13 +269,15 @@ class Run(ClosedOnExit):
 
         It takes a `Config`. With the arguments of `turnwise.train`: `run = await tw.start(...).wait_async()`.
         """
-        run = await asyncio.to_thread(cls.start, config, **{**options, "wait": False})
+        options["wait"] = False
+        run = await asyncio.to_thread(cls.start, config, **options)
         return await run.wait_async()
 
     @classmethod
     async def resume_async(cls, directory: str | Path, overrides: Sequence[str] = (), **options: Any) -> Run:
         """`resume` for code in an event loop."""
-        run = await asyncio.to_thread(cls.resume, directory, overrides, **{**options, "wait": False})
+        options["wait"] = False
+        run = await asyncio.to_thread(cls.resume, directory, overrides, **options)
         return await run.wait_async()
 
     # --- while it goes on

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -121,7 +121,7 @@ class TrainingSession:
         return "finished"
 
     @contextlib.contextmanager
-    def _open_service(self) -> Iterator[AnyService]:
+    def _open_service(self) -> Generator[AnyService]:
         if isinstance(self._service, ServiceClient):
             yield self._service.keeping_checkpoints_in(self.setup.directory)
             return
@@ -171,7 +171,7 @@ class TrainingSession:
         writer.close()  # the thread that trains opens it again: SQLite ties a connection to its thread
 
     @contextlib.contextmanager
-    def _open_opponents(self, service: AnyService, recorder: Recorder) -> Iterator[Opponents | None]:
+    def _open_opponents(self, service: AnyService, recorder: Recorder) -> Generator[Opponents | None]:
         """Load the opponent; None where the world has no opponent, or a script of its own."""
         config, parts, start = self.setup.config, self.setup.parts, self.setup.start
         if not needs_opponents(config, parts.world):

@@ -166,7 +166,9 @@ class _SimulatedSampler:
     number: int
     drawn: float = 0.0
     since: float = 0.0
-    replies: list[tuple[float, int, _SimulatedAttempt]] = field(default_factory=list)
+    replies: list[tuple[float, int, _SimulatedAttempt]] = field(
+        default_factory=list[tuple[float, int, _SimulatedAttempt]]
+    )
     num_attempts: int = 0
     stamp: int = 0
     is_down: bool = False

@@ -29,7 +29,7 @@ class MeasuredRun:
     step_s: float
     """Mean seconds of a step, without the first ones, which start things up and fill the pool."""
     num_steps: int
-    """Without those."""
+    """Steps that the mean is taken over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

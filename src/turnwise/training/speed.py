@@ -53,14 +53,14 @@ class SpeedLoad:
     datums: int
     """Dialogues that one optimizer step learns from."""
     datum_tokens: int
-    """Tokens of each of them."""
+    """Tokens of each of these dialogues."""
     group_size: int
     """Dialogues that begin alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What was measured."""
+    """How fast this machine reads, draws and trains."""
 
     read_tokens_per_s: float
     """Prompt tokens that the sampler had not seen before."""

@@ -8,7 +8,7 @@ what was played for training is ever learned from; evaluations play held-out tas
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -78,7 +78,7 @@ def check_origin(came: Origin, wanted: Origin, source: str, *, other: str = "thi
 
 
 @contextmanager
-def open_stored(path: str, config: Config, option: str) -> Iterator[tuple[RunReader, Config]]:
+def open_stored(path: str, config: Config, option: str) -> Generator[tuple[RunReader, Config]]:
     """A run whose attempts `config` may learn from, and its own config; `option` is what named it."""
     with RunReader(path) as run:
         stored = config_from_yaml(run.config_yaml, str(run.directory))

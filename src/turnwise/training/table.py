@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 from turnwise.errors import ConfigError
@@ -66,7 +67,7 @@ class MetricTable(Mapping[str, list[float]]):
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame` with the step as its index."""
         try:
-            import pandas
+            pandas: Any = import_module("pandas")  # it need not be there, and has no types
         except ImportError as cause:
             raise ConfigError("to_pandas() needs pandas, which is not installed: pip install pandas") from cause
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from turnwise.config.config import Config
@@ -94,7 +94,7 @@ def worker_line(config: Config, world: World) -> list[str]:
 
 
 @contextlib.contextmanager
-def running_workers(world: World, tell: Tell = lambda _: None) -> Iterator[None]:
+def running_workers(world: World, tell: Tell = lambda _: None) -> Generator[None]:
     """Start the workers that are processes of this machine, and end them with the block."""
     part = worked_part(world)
     start = getattr(part.workers, "start", None) if part is not None else None

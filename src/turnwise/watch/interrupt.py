@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -76,7 +76,7 @@ class Interrupt:
             await asyncio.gather(task, asked, return_exceptions=True)
 
     @contextmanager
-    def attached(self, say: Callable[[str], None]) -> Iterator[None]:
+    def attached(self, say: Callable[[str], None]) -> Generator[None]:
         """While this context is open, `ask`, Ctrl-C and SIGTERM stop the current task's run.
 
         Only the main thread receives signals. A run in another thread is stopped by calls.

@@ -51,7 +51,7 @@ def report_lines(
 def _before_and_after(evaluations: Sequence[EvaluationRow], best: EvaluationRow | None) -> list[str]:
     shown = [row for row in evaluations if row.label in ("start", "warm-up", "end")] or list(evaluations)
     shown += [best] if best is not None and best not in shown else []
-    lines = []
+    lines: list[str] = []
     for row in shown:
         success = Interval(row.success, row.success_low, row.success_high).percent()
         reward = Interval(row.reward, row.reward_low, row.reward_high).number()

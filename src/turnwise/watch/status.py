@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -93,7 +93,8 @@ def read_status(directory: Path) -> Status | None:
         for old in OLD_NAMES.keys() & fields:
             fields[OLD_NAMES[old]] = fields.pop(old)
         calls = tuple(ShownCall(**call) for call in fields.pop("pending_calls"))
-        return Status(**{**fields, "alarms": tuple(fields["alarms"])}, pending_calls=calls)
+        alarms = tuple(fields.pop("alarms"))
+        return Status(**fields, alarms=alarms, pending_calls=calls)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -109,7 +110,7 @@ def check_can_hold(directory: Path) -> None:
 
 
 @contextmanager
-def run_lock(directory: Path) -> Iterator[None]:
+def run_lock(directory: Path) -> Generator[None]:
     """Hold the lock that allows only one process to train in a directory."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

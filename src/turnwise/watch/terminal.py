@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from turnwise.runlog.schema import EvaluationRow
@@ -211,9 +212,9 @@ class LiveView(Observer):
             rows.add_row(name, sparkline(values, low=bounds[0], high=bounds[1]), latest)
         left = f", about {format_duration(self._clock.left(num_steps - step))} left" if step else ""
         title = Text(f"{self._phase}  step {step}/{num_steps}{left}")
-        bar = Padding(ProgressBar(total=max(1, num_steps), completed=step), 0)  # a bar does not end its line
+        bar = Padding(ProgressBar(total=max(1, num_steps), completed=step), 0)  # a bare bar ends no line
         lines = [Text(self._summary, overflow="ellipsis", no_wrap=True)] if self._summary else []
-        lines += [Text(self._waiting, overflow="fold")] if self._waiting else []  # whole: it says who is slow
+        lines += [Text(self._waiting, overflow="fold")] if self._waiting else []  # never cut: it says who is slow
         return Panel(Group(title, bar, rows, *lines), expand=False)
 
 
@@ -229,14 +230,13 @@ class NotebookView(Observer):
     """One block below the cell that is redrawn in place, with the curve as bars; evaluations and messages remain."""
 
     def __init__(self, num_steps: int) -> None:
-        from IPython.display import display  # pyright: ignore[reportMissingImports] - there is one: `in_notebook`
-
+        display: Any = import_module("IPython.display").display  # there is one: `in_notebook`
         self._num_steps = num_steps
         self._rewards: list[float] = []
         self._kept: list[str] = []
         self._now = "starting"
         self._last_step = ""
-        self._handle = display(self, display_id=True)
+        self._handle: Any = display(self, display_id=True)
 
     def __repr__(self) -> str:
         lines = [*self._kept, self._now, f"reward {sparkline(self._rewards)}" if self._rewards else ""]
@@ -286,7 +286,7 @@ def _critic_summary(metrics: Mapping[str, float]) -> str:
 
 def _summary(metrics: Mapping[str, float]) -> str:
     """A step in one line, without the numbers that were not measured."""
-    parts = []
+    parts: list[str] = []
     for label, key, form in (
         ("reward", "rollout/reward_mean", ".3f"),
         ("success", "rollout/success_mean", ".1%"),

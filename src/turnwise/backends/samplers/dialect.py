@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,6 @@ class SamplerDialect(ServerDialect):
     async def unload(self, weights: ServedWeights) -> None:
         assert weights.name is not None
         await self._call(UnloadCall(weights.name))
-
-    async def replace_weights(self, files: Sequence[Path], version: int) -> None:
-        raise NotImplementedError("samplers hold several versions; none is replaced")
-
-    async def abort_all(self) -> None:
-        raise NotImplementedError("requests are ended one by one")
 
     async def close(self) -> None:
         """Do nothing: the sampler is ended by whoever started it."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from turnwise.client.shared_weights import SharedWeights
 from turnwise.types import SampleRequest, SampleResponse
@@ -59,6 +60,9 @@ class ServerDialect(ABC):
     sense, or an adapter that the server no longer has; the fleet checks the server, loads everything again and sends
     the request elsewhere. Any other `ServiceError`: the server refused; every server of this kind would, so the request
     fails. All methods are called in one event loop, which is not the run's own.
+
+    A dialect may have the methods of `WeightReplacer`, `WeightReceiver` and `Sleeper` too; the plan refuses runs that
+    need one that the servers' dialect lacks.
     """
 
     def __init__(self, url: str) -> None:
@@ -88,25 +92,55 @@ class ServerDialect(ABC):
         """Forget an adapter that no attempt uses any more. It is no error if the server does not have it."""
 
     @abstractmethod
+    async def close(self) -> None:
+        """Close connections. The server itself stays."""
+
+
+@runtime_checkable
+class WeightReplacer(Protocol):
+    """What a dialect also has if its servers can read whole weights from files (`model.train=full`)."""
+
     async def replace_weights(self, files: Sequence[Path], version: int) -> None:
         """Replace the server's own weights by those of safetensors files, while its requests are paused."""
+        ...
+
+
+@runtime_checkable
+class WeightReceiver(Protocol):
+    """What a dialect also has if its servers can read the trainer's memory (`rollout.weight_transfer=ipc`)."""
 
     async def receive_weights(self, shared: SharedWeights, version: int) -> None:
         """Replace the server's own weights by those in the trainer's memory, while its requests are paused."""
-        raise NotImplementedError(f"{self.url} reads weights from files")
+        ...
 
-    @abstractmethod
-    async def abort_all(self) -> None:
-        """End all requests under way; each returns what it has."""
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """What a dialect also has if its servers can share the trainer's device (`rollout.placement=colocated`)."""
 
     async def sleep(self) -> None:
         """Give the device's memory back, with no request under way. Adapters and weights come back with `wake`."""
-        raise NotImplementedError(f"{self.url} keeps its memory")
+        ...
 
     async def wake(self) -> None:
         """Take the device's memory again; returns when the server can sample."""
-        raise NotImplementedError(f"{self.url} keeps its memory")
+        ...
 
-    @abstractmethod
-    async def close(self) -> None:
-        """Close connections. The server itself stays."""
+
+def as_sleeper(dialect: ServerDialect) -> Sleeper:
+    """The dialect of a server that shares the trainer's device."""
+    assert isinstance(dialect, Sleeper), f"{dialect.url} cannot sleep; the plan should refuse the run"
+    return dialect
+
+
+async def bring_weights(dialect: ServerDialect, weights: ServedWeights) -> None:
+    """Load an adapter, or replace the whole weights."""
+    if weights.shared is not None:
+        assert isinstance(dialect, WeightReceiver), f"{dialect.url} reads files; the plan should refuse the run"
+        await dialect.receive_weights(weights.shared, weights.version)
+    elif weights.is_whole:
+        assert isinstance(dialect, WeightReplacer), f"{dialect.url} takes adapters; the plan should refuse the run"
+        assert weights.adapter is not None
+        await dialect.replace_weights(sorted(weights.adapter.glob("*.safetensors")), weights.version)
+    else:
+        await dialect.load(weights)

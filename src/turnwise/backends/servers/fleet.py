@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
+from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts, as_sleeper, bring_weights
 from turnwise.backends.servers.fleet_figures import FleetStats, FleetTimes
 from turnwise.backends.servers.http import ServerGoneError
 from turnwise.backends.servers.routing import KnownPrefix, PrefixRoutes
@@ -171,10 +171,10 @@ class Fleet:
             self._is_resting = False
 
     async def _sleep(self, server: _Server) -> None:
-        server.is_asleep = True  # also where it fails: then it may or may not, and is woken before it is used
+        server.is_asleep = True  # also if the call fails: it may sleep, so it is woken before it is used
         try:
             async with asyncio.timeout(self.times.request_s):
-                await server.dialect.sleep()
+                await as_sleeper(server.dialect).sleep()
         except (TimeoutError, ServiceError) as error:
             self._take_out(server, f"it did not give its memory back: {error or 'no answer'}")
 
@@ -190,7 +190,7 @@ class Fleet:
         """Wake a server that sleeps, or may."""
         try:
             async with asyncio.timeout(self.times.request_s):
-                await server.dialect.wake()
+                await as_sleeper(server.dialect).wake()
         except (TimeoutError, ServiceError) as cause:
             server.is_asleep = not _is_unreachable(cause)
             why = str(cause) or f"no answer within {self.times.request_s:g} s"
@@ -396,14 +396,7 @@ class Fleet:
         """Load an adapter, or replace the whole weights; takes the server out where it does not answer."""
         try:
             async with asyncio.timeout(self.times.load_s):
-                if weights.shared is not None:
-                    await server.dialect.receive_weights(weights.shared, weights.version)
-                elif weights.is_whole:
-                    assert weights.adapter is not None
-                    files = sorted(weights.adapter.glob("*.safetensors"))
-                    await server.dialect.replace_weights(files, weights.version)
-                else:
-                    await server.dialect.load(weights)
+                await bring_weights(server.dialect, weights)
         except TimeoutError as cause:
             gone = ServerGoneError(f"{server.url} did not load {weights.name} within {self.times.load_s:g} s")
             self._take_out(server, str(gone))

@@ -24,7 +24,7 @@ class FleetTimes:
 
 @dataclass(slots=True, kw_only=True)
 class FleetStats:
-    """What happened so far."""
+    """Counters of a fleet since its start."""
 
     num_requests: int = 0
     num_retries: int = 0
@@ -42,7 +42,7 @@ class FleetStats:
     """Prompt tokens that servers did not have to read again."""
 
     def since(self, before: FleetStats) -> dict[str, float]:
-        """Metrics of what happened since then."""
+        """Metrics of the time since an earlier copy of the counters was made."""
         num_requests = self.num_requests - before.num_requests
         num_prompt = self.num_prompt_tokens - before.num_prompt_tokens
         return {

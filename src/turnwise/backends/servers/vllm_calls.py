@@ -52,7 +52,7 @@ class VllmCalls(ABC):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        """Where it is, for messages."""
+        """The address, which messages name."""
 
     @abstractmethod
     async def describe(self, needed: Collection[str]) -> VllmModel:
@@ -72,7 +72,7 @@ class VllmCalls(ABC):
 
     @abstractmethod
     async def unload(self, name: str) -> None:
-        """Forget an adapter; none of that name is no error."""
+        """Forget an adapter. It is no error if vLLM has none of that name."""
 
     @abstractmethod
     async def pause(self, mode: str) -> None:
@@ -111,10 +111,6 @@ class VllmCalls(ABC):
         """Go on drawing tokens."""
 
     @abstractmethod
-    async def abort_all(self) -> None:
-        """End all requests under way."""
-
-    @abstractmethod
     async def sleep(self) -> None:
         """Give the device's memory back; weights and adapters are kept in the host's memory."""
 
@@ -124,7 +120,7 @@ class VllmCalls(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Close what leads to it."""
+        """Close the connection to vLLM."""
 
 
 class VllmHttp(VllmCalls):
@@ -209,9 +205,6 @@ class VllmHttp(VllmCalls):
 
     async def resume(self) -> None:
         await self._server.post(RESUME, deadline_s=ASK_S)
-
-    async def abort_all(self) -> None:
-        await self._server.post("/abort_requests", {}, deadline_s=ASK_S)
 
     async def sleep(self) -> None:
         await self._server.post(f"{SLEEP}?level=1&mode=wait", deadline_s=LOAD_S)

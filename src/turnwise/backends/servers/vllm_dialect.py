@@ -229,9 +229,6 @@ class VllmDialect(ServerDialect):
         finally:
             await calls.resume()
 
-    async def abort_all(self) -> None:
-        await self._calls.abort_all()
-
     async def sleep(self) -> None:
         await self._calls.sleep()
 

@@ -97,7 +97,7 @@ class KeepVersionCall:
 
 @dataclass(frozen=True, slots=True)
 class DropVersionsCall:
-    """Forget such copies."""
+    """Forget copies that `KeepVersionCall` made."""
 
     sources: Sequence[int]
 

@@ -61,7 +61,7 @@ class LearnerPeer(Protocol):
         ...
 
     def hang_up(self) -> None:
-        """Tell it to end."""
+        """Tell the learner to end."""
         ...
 
     def kill(self) -> None: ...
@@ -94,7 +94,7 @@ class ProcessPeer:
     rank: int
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
-    """What it wrote to standard error."""
+    """What the process wrote to standard error."""
     connection: Connection
     samples: Connection | None = None
     """A second connection, for requests to sample; None if this learner only trains."""

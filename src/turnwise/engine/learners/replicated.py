@@ -422,7 +422,7 @@ def _prepare(config: EngineConfig, cluster: ClusterConfig) -> tuple[EngineConfig
         count = max(1, find_threads().count // cluster.learners)
         torch.set_num_threads(min(count, torch.get_num_threads()))
         return peer, dict.fromkeys(USERS_CHOICES, str(count))
-    if gpus < cluster.num_devices:  # they share one
+    if gpus < cluster.num_devices:  # learners share a GPU
         os.environ[GPU_SHARE_VARIABLE] = f"{1 / cluster.num_devices:.4f}"
     return peer, {}
 

@@ -18,7 +18,7 @@ from turnwise.engine.model.lora import LoraLinear
 
 
 def hold_mixed(model: PreTrainedModel, linears: Mapping[str, LoraLinear], experts: Sequence[ExpertLayer]) -> None:
-    """Widen what is no matrix of a product, in place."""
+    """Convert every parameter to float32 in place, except for the matrices that the kernels read in bfloat16."""
     matrices = [linear.weight for linear in linears.values() if type(linear) is LoraLinear]
     matrices += [tensor for layer in experts for tensor in layer.own_tensors()]
     kept = {id(matrix) for matrix in matrices if _is_paired(matrix)}

@@ -9,6 +9,7 @@ unit. Who moves the numbers is a `ShardExchange` (`learners/rounds.py`).
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast, overload
@@ -114,15 +115,16 @@ class ShardExchange(Protocol):
         ...
 
 
-class _UnitTensors(ModelWeights):
+class _UnitTensors(ModelWeights, ABC):
     """What a pass reads or writes, one unit at a time."""
 
     def __init__(self, shards: ShardLayout) -> None:
         self.layout = shards.layout
         self.shards = shards
 
+    @abstractmethod
     def whole(self, unit: int) -> Tensor:
-        raise NotImplementedError
+        """The unit as one flat tensor."""
 
     @property
     def body(self) -> BodyWeights:

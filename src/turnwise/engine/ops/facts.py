@@ -74,7 +74,7 @@ CUDA = DeviceFacts(
     pass_tokens=None,
 )
 DEVICES = {"cpu": CPU, "cuda": CUDA}
-"""By the kind that `engine.device` names."""
+"""Facts by kind of device."""
 
 
 def facts_of(kind: str) -> DeviceFacts:

@@ -6,7 +6,7 @@ They are not public functions of the package, so we check their arguments before
 """
 
 # pyright: reportMissingImports=false
-# The package comes with the extra alone.
+# Only the extra `flash4` installs the package.
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _package() -> Any:
     if problem is not None:
         log.warning("flash-attn-4 %s: PyTorch's flash kernels run, slower; install turnwise[flash4]", problem)
         return None
-    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)  # of its compiler
+    warnings.filterwarnings("ignore", message="Argument aux_data", category=UserWarning)  # its compiler gives it
     return interface
 
 

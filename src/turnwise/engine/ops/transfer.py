@@ -77,7 +77,7 @@ class PackedTransfer:
         return _Here(tensor.cpu())
 
     def wait(self) -> None:
-        """Reading a result waits for it."""
+        """Do nothing: reading a result waits for it."""
 
 
 class PinnedTransfer(PackedTransfer):

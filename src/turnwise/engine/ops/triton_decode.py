@@ -6,7 +6,7 @@ partial softmaxes are merged by log-sum-exp. Registered as a custom op, so that 
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton comes with CUDA builds of torch alone.
+# Only the CUDA builds of torch bring Triton.
 
 from __future__ import annotations
 

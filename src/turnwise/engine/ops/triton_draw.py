@@ -5,7 +5,7 @@ the block in which the running sum passes uniform * total, and the entry inside 
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton comes with CUDA builds of torch alone.
+# Only the CUDA builds of torch bring Triton.
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ Shape legend: M rows, G groups (experts), T tiles, I inputs, O outputs, A and B 
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton comes with CUDA builds of torch alone.
+# Only the CUDA builds of torch bring Triton.
 
 from __future__ import annotations
 

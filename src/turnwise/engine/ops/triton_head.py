@@ -4,7 +4,7 @@ Shape legend: R rows of logits (one chunk of the head's product), V vocabulary.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton comes with CUDA builds of torch alone.
+# Only the CUDA builds of torch bring Triton.
 
 from __future__ import annotations
 

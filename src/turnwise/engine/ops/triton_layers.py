@@ -4,7 +4,7 @@ Shape legend: N packed tokens, H hidden size, Q query heads, K key (and value) h
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton comes with CUDA builds of torch alone.
+# Only the CUDA builds of torch bring Triton.
 
 from __future__ import annotations
 

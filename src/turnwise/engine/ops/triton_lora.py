@@ -8,7 +8,7 @@ Shape legend: N rows, T tiles, I inputs, O outputs, R padded rank.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton comes with CUDA builds of torch alone.
+# Only the CUDA builds of torch bring Triton.
 
 from __future__ import annotations
 

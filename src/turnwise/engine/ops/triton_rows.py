@@ -9,7 +9,7 @@ Shape legend: M rows, I inputs, O outputs, Q query heads, K key (and value) head
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton comes with CUDA builds of torch alone.
+# Only the CUDA builds of torch bring Triton.
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Shape legend: N packed tokens, M picked rows, H heads, D head size.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton comes with CUDA builds of torch alone.
+# Only the CUDA builds of torch bring Triton.
 
 from __future__ import annotations
 

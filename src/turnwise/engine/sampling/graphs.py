@@ -120,7 +120,7 @@ class _Batch:
     samples: np.ndarray
     num_sampled: np.ndarray
     tables: list[np.ndarray]
-    """One for each group of layers."""
+    """The rows' block tables, for each group of layers."""
 
     @staticmethod
     def of(rows: Sequence[Row], least_drafted: int) -> _Batch:

@@ -119,7 +119,7 @@ class Row:
     """The prompt and what was sampled so far."""
     logprobs: list[float] = field(default_factory=list)
     tables: list[BlockTable] = field(default_factory=lambda: [BlockTable()])
-    """One for each group of layers."""
+    """The row's block table, for each group of layers."""
     num_computed: int = 0
     """Leading tokens whose keys and values are in the cache, or were."""
     names: dict[int, list[int]] = field(default_factory=dict)

@@ -24,9 +24,9 @@ from turnwise.engine.sampling.drafts import Match, SuffixIndex, Text
 from turnwise.engine.sampling.requests import OpenRequest, Row
 
 MOST_DRAFTED = 16
-"""Tokens of one draft."""
+"""Most tokens of one draft."""
 MOST_AHEAD = 64
-"""Tokens of all drafts of a pass."""
+"""Most tokens of all drafts in one pass."""
 MOST_ROWS = 32
 """Beside more sequences a guess is never worth its place: on an H200, guesses beside 256 halved the speed, although
 99 % of them were right."""
@@ -178,7 +178,7 @@ class Speculation:
         self._num_idle, self._rest, self._next_rest = 0, 0, 1
         self._num_looks = 0
         self._num_resting = 0
-        """Rows when the rest began."""
+        """Number of rows when speculation began to rest."""
         self.most_idle = MOST_IDLE
         self._expected = 0.0
         self.trust = Trust()

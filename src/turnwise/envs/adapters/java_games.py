@@ -7,6 +7,7 @@
     with_java.release()
 
 A simulator that keeps its state in Java's global objects is not shared: one attempt would change another's world.
+`JavaGame` is one game in such a simulator.
 
 The process belongs to whoever holds it. It ends some seconds after the last attempt, when this process ends, and when
 this process is killed: it reads a pipe of ours and ends with it. If it dies, or does not answer, every attempt that it
@@ -22,11 +23,13 @@ import shutil
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 from turnwise.envs.adapters.peers import import_peer
+from turnwise.envs.adapters.text_adventure import Scene
 from turnwise.errors import ConfigError
 
 IDLE_S = 20.0
@@ -122,7 +125,7 @@ class JavaHost:
         def ask() -> Any:
             maker = self._gateway.jvm
             for name in java_class.split("."):
-                maker = getattr(maker, name)  # a question to the process, each
+                maker = getattr(maker, name)  # every step asks the process
             return maker()
 
         return self._answer(ask, java_class)
@@ -211,3 +214,50 @@ class JavaHost:
         with contextlib.suppress(OSError, ValueError):
             while self.process.stdout.read(1 << 16):
                 pass
+
+
+class JavaGame(ABC):
+    """One running game: an object in a Java process, which is held from `start` to `close`."""
+
+    def __init__(self, open_host: Callable[[], JavaHost], load: Callable[[JavaHost], Any]) -> None:
+        """Start nothing yet.
+
+        Args:
+            load: Makes the simulator of this game.
+        """
+        self._open_host = open_host
+        self._load = load
+        self._host: JavaHost | None = None
+        self._simulator: Any = None
+        self.said: list[str] = []
+        """The commands so far. A simulator shows less than decides what it does, so they are the game's state."""
+
+    @abstractmethod
+    def first_scene(self) -> Scene:
+        """Begin the game in the simulator that was loaded."""
+
+    @abstractmethod
+    def next_scene(self, command: str) -> Scene:
+        """Give the simulator a command."""
+
+    def start(self) -> Scene:
+        self._host = self._open_host()
+        self._simulator = self._load(self._host)
+        return self.first_scene()
+
+    def act(self, command: str) -> Scene:
+        self.said.append(command)
+        return self.next_scene(command)
+
+    def walkthrough(self) -> list[str]:
+        return [str(command) for command in self.call("getGoldActionSequence")]
+
+    def close(self) -> None:
+        host, self._host, self._simulator = self._host, None, None
+        if host is not None:
+            host.release()
+
+    def call(self, method: str, *arguments: object) -> Any:
+        """Call a method of the simulator."""
+        assert self._host is not None, "start comes first"
+        return self._host.call(self._simulator, method, *arguments)

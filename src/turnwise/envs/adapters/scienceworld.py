@@ -1,7 +1,7 @@
 """ScienceWorld as worlds: `turnwise train env=scienceworld:boil`.
 
-A task is a variation of one of thirty experiments; the package says which variations are held out. The simulator runs
-in a Java process that all attempts share. The script is the gold path that the simulator itself finds.
+A task is a variation of one of thirty experiments; the package says which variations are held out. Each attempt has a
+Java process of its own (`open_host` says why). The script is the gold path that the simulator itself finds.
 `simplifications` are ScienceWorld's own: doors that are open, teleporting, and so on.
 """
 
@@ -11,21 +11,19 @@ import functools
 import importlib.resources
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from turnwise.envs.adapters.java_games import JavaHost, find_java
+from turnwise.envs.adapters.java_games import JavaGame, JavaHost, find_java
 from turnwise.envs.adapters.peers import import_peer
-from turnwise.envs.adapters.text_adventure import AdventureEnv, AdventureRules, Scene, walk
-from turnwise.envs.base import Env, Split, Task
+from turnwise.envs.adapters.text_adventure import AdventureRules, AdventureWorld, Scene, check_game, checked_turns
+from turnwise.envs.base import Split, Task
 from turnwise.envs.difficulty import Levels
-from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
+from turnwise.envs.scripted import ScriptedPlayer
 from turnwise.envs.splits import draw, random_for
-from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError
 from turnwise.runtime.suggest import did_you_mean
-from turnwise.trajectory import Message
 
 PACKAGE = "scienceworld"
 RULES = (
@@ -45,7 +43,7 @@ ELECTRICAL = ("power-component", "conductivity")
 """Experiments with these words in their names need electrical actions."""
 
 
-class ScienceWorldWorld:
+class ScienceWorldWorld(AdventureWorld):
     """One experiment."""
 
     difficulties: ClassVar[Levels] = (
@@ -72,12 +70,7 @@ class ScienceWorldWorld:
         """
         import_peer(PACKAGE, extra=PACKAGE)
         find_java()
-        known = experiment_names()
-        if experiment not in known:
-            near = did_you_mean(experiment, known)
-            raise ConfigError(f"scienceworld has no experiment {experiment!r}{near}; expected {', '.join(known)}")
-        if max_turns < 1:
-            raise ConfigError(f"max_turns={max_turns}; expected at least 1")
+        check_game(PACKAGE, "experiment", experiment, experiment_names())
         for one in filter(None, simplifications.split(",")):
             if one not in SIMPLIFICATIONS:
                 near = did_you_mean(one, SIMPLIFICATIONS)
@@ -89,7 +82,7 @@ class ScienceWorldWorld:
         self.experiment = experiment
         self.name = f"scienceworld:{experiment}"
         self.simplifications = simplifications
-        self.max_turns = max_turns
+        self.max_turns = checked_turns(max_turns)
         self.max_tokens = max_tokens
         self.admissible = admissible
 
@@ -99,20 +92,8 @@ class ScienceWorldWorld:
         found = [Task(id=f"{self.experiment}-{number}", data={"variation": number}) for number in numbers]
         return draw(found, count, random_for(self.name, split, seed)) if count else []
 
-    def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - a variation decides everything
-        return as_env(AdventureEnv(lambda: ScienceGame(self, task.data["variation"]), self.rules))
-
-    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
-        """The gold paths that the simulator finds."""
-        return play_demonstrations(self, self.expert, count, seed)
-
-    def expert(self, task: Task) -> ScriptedPlayer:
-        game = ScienceGame(self, task.data["variation"], has_path=True)
-        try:
-            game.start()
-            return walk(game.gold_path())
-        finally:
-            game.close()
+    def open_game(self, task: Task, *, has_path: bool = False) -> ScienceGame:
+        return ScienceGame(self, task.data["variation"], has_path=has_path)
 
     def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
         """Makes any command that was possible at the start."""
@@ -156,60 +137,43 @@ def read_variations(experiment: str) -> Mapping[Split, tuple[int, ...]]:
         host.release()
 
 
-class ScienceGame:
+class ScienceGame(JavaGame):
     """One running experiment."""
 
     def __init__(self, world: ScienceWorldWorld, variation: int, *, has_path: bool = False) -> None:
+        super().__init__(open_host, lambda host: host.make(_INTERFACE))
         self._world = world
         self._variation = variation
         self._has_path = has_path
-        self._host: JavaHost | None = None
-        self._simulator: Any = None
-        self._said: list[str] = []
 
-    def start(self) -> Scene:
-        self._host = open_host()
-        self._simulator = self._host.make(_INTERFACE)
+    def first_scene(self) -> Scene:
         world = self._world
-        self._call("load", world.experiment, self._variation, world.simplifications, self._has_path)
-        self._call("reset")
+        self.call("load", world.experiment, self._variation, world.simplifications, self._has_path)
+        self.call("reset")
         seen = self._step("look around")
-        return self._scene(f"{self._call('getTaskDescription')}\n\n{seen}")
+        return self._scene(f"{self.call('getTaskDescription')}\n\n{seen}")
 
-    def act(self, command: str) -> Scene:
-        self._said.append(command)
+    def next_scene(self, command: str) -> Scene:
         return self._scene(self._step(command))
-
-    def gold_path(self) -> list[str]:
-        return [str(command) for command in self._call("getGoldActionSequence")]
 
     def commands(self) -> list[str]:
         """What the simulator would take now, in an order that does not depend on it."""
-        return sorted(str(command) for command in self._call("getValidActionObjectCombinations"))
-
-    def close(self) -> None:
-        host, self._host, self._simulator = self._host, None, None
-        if host is not None:
-            host.release()
-
-    def _call(self, method: str, *arguments: object) -> Any:
-        assert self._host is not None, "start comes first"
-        return self._host.call(self._simulator, method, *arguments)
+        return sorted(str(command) for command in self.call("getValidActionObjectCombinations"))
 
     def _step(self, command: str) -> str:
-        text = str(self._call("step", command))
+        text = str(self.call("step", command))
         if text.lstrip().startswith("ERROR"):  # its own, and not the policy's: it would count as a lost attempt
             raise RuntimeError(f"ScienceWorld says: {text.strip()[:500]}")
         return text
 
     def _scene(self, text: str) -> Scene:
-        score = float(self._call("getScore"))
-        is_over = bool(self._call("getCompleted")) or score < 0
+        score = float(self.call("getScore"))
+        is_over = bool(self.call("getCompleted")) or score < 0
         return Scene(
             text=_SPACES.sub("\n", text.strip()) or "Nothing happens.",
             score=max(0.0, score),
             is_over=is_over,
             is_won=is_over and score >= 1.0,
             commands=tuple(self.commands()) if self._world.admissible and not is_over else (),
-            state=json.dumps(self._said),  # the simulator shows less than decides what it does
+            state=json.dumps(self.said),
         )

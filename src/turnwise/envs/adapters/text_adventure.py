@@ -1,8 +1,8 @@
-"""What the adapters of text adventures share: the env around a game, reading commands, the expert, random play.
+"""What the adapters of text adventures share: the world, the env around a game, reading commands, the players.
 
-A game is an object with `start`, `act` and `close`; it belongs to one attempt. Every reply is one command. The reward
-of a turn is what it adds to the best share of the game's points so far, so the rewards of a won game add up to 1. A
-reply that is not one short line is not passed to the game: it is flagged, and costs a turn.
+A game is an object with `start`, `act`, `walkthrough` and `close`; it belongs to one attempt. Every reply is one
+command. The reward of a turn is what it adds to the best share of the game's points so far, so the rewards of a won
+game add up to 1. A reply that is not one short line is not passed to the game: it is flagged, and costs a turn.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from turnwise.envs.base import EnvStep, system, user
-from turnwise.envs.scripted import ScriptedPlayer
+from turnwise.envs.base import Env, EnvStep, Split, Task, system, user
+from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
+from turnwise.envs.splits import random_for
+from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError
+from turnwise.runtime.suggest import did_you_mean
 from turnwise.trajectory import Message
 
 RULES = "You play a text adventure. Reply with one command, such as `look`, `go east` or `take key`, and nothing else."
@@ -50,6 +54,10 @@ class AdventureGame(Protocol):
     def start(self) -> Scene: ...
 
     def act(self, command: str) -> Scene: ...
+
+    def walkthrough(self) -> Sequence[str]:
+        """Commands that win the game from its start."""
+        ...
 
     def close(self) -> None: ...
 
@@ -132,6 +140,68 @@ class AdventureEnv:
         if not self.rules.admissible or scene.is_over:
             return scene.text
         return f"{scene.text}\n{LISTED}{_SEPARATOR.join(scene.commands)}"
+
+
+class AdventureWorld(ABC):
+    """One kind of game of a library. A subclass has its options, its tasks, and opens its games."""
+
+    name: str
+    max_turns: int
+    max_tokens: int
+
+    @property
+    @abstractmethod
+    def rules(self) -> AdventureRules: ...
+
+    @abstractmethod
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]: ...
+
+    @abstractmethod
+    def open_game(self, task: Task, *, has_path: bool = False) -> AdventureGame:
+        """The game of a task, which has not started yet.
+
+        Args:
+            has_path: `walkthrough` will be asked for; a library may need time to find it.
+        """
+
+    def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - the task decides everything
+        return as_env(AdventureEnv(lambda: self.open_game(task), self.rules))
+
+    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
+        """The ways to win that the library knows."""
+        return play_demonstrations(self, self.expert, count, seed)
+
+    def expert(self, task: Task) -> ScriptedPlayer:
+        game = self.open_game(task, has_path=True)
+        try:
+            game.start()
+            return walk(game.walkthrough())
+        finally:
+            game.close()
+
+    def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
+        """Makes any listed command."""
+        return random_command(random_for("random", seed, task.id))
+
+
+def check_game(library: str, what: str, name: str, known: Collection[str]) -> None:
+    """Refuse a game that the library does not have. `what` is the library's word for a game."""
+    if name not in known:
+        near = did_you_mean(name, known)
+        raise ConfigError(f"{library} has no {what} {name!r}{near}; expected {', '.join(known)}")
+
+
+def turns_of(level: int, turns: Sequence[int], max_turns: int | None) -> int:
+    """The turns of an attempt: `max_turns`, or those of the level if it is None."""
+    if not 0 <= level < len(turns):
+        raise ConfigError(f"level={level}; expected 0 to {len(turns) - 1}")
+    return turns[level] if max_turns is None else checked_turns(max_turns)
+
+
+def checked_turns(max_turns: int) -> int:
+    if max_turns < 1:
+        raise ConfigError(f"max_turns={max_turns}; expected at least 1")
+    return max_turns
 
 
 def walk(commands: Sequence[str]) -> ScriptedPlayer:

@@ -26,19 +26,17 @@ from turnwise.envs.adapters.text_adventure import (
     RULES,
     AdventureEnv,
     AdventureRules,
+    AdventureWorld,
     Scene,
-    random_command,
-    walk,
+    check_game,
+    turns_of,
 )
 from turnwise.envs.base import Env, Split, Task
 from turnwise.envs.difficulty import Levels
-from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
-from turnwise.envs.splits import random_for
 from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError
 from turnwise.models.directories import home
 from turnwise.runtime.suggest import did_you_mean
-from turnwise.trajectory import Message
 
 CUSTOM, COOKING = "custom", "cooking"
 _KITCHEN = {"recipe": 1, "take": 0, "go": 1, "open": False, "cook": False, "cut": False, "drop": False}
@@ -75,7 +73,7 @@ _BLANK_LINES = re.compile(r"\n\s*\n(\s*\n)*")
 _MAKING = threading.Lock()
 
 
-class TextWorldWorld:
+class TextWorldWorld(AdventureWorld):
     """One kind of game."""
 
     difficulties: ClassVar[Levels] = tuple({"level": level} for level in range(len(TURNS)))
@@ -99,10 +97,8 @@ class TextWorldWorld:
             folder: Where compiled games are kept. The default is `$TURNWISE_HOME/textworld`.
             max_turns: The game is truncated after so many commands. By default the level says.
         """
-        if game not in GAMES:
-            raise ConfigError(f"textworld has no game {game!r}{did_you_mean(game, GAMES)}; expected {', '.join(GAMES)}")
-        if not 0 <= level < len(TURNS):
-            raise ConfigError(f"level={level}; expected 0 to {len(TURNS) - 1}")
+        check_game("textworld", "game", game, GAMES)
+        self.max_turns = turns_of(level, TURNS, max_turns)
         known = GAMES[game][level]
         for name in settings or {}:
             if name not in known:
@@ -114,7 +110,6 @@ class TextWorldWorld:
         self.game = game
         self.name = f"textworld:{game}"
         self.settings = {**known, **(settings or {})}
-        self.max_turns = max_turns or TURNS[level]
         self.max_tokens = max_tokens
         self._admissible = admissible
         self._folder = folder or home() / "textworld"
@@ -123,23 +118,10 @@ class TextWorldWorld:
         return seed_tasks(self.name, split, count, seed)
 
     def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - the task's seed is the game's
-        return as_env(TextWorldEnv(self, task.data["seed"]))
+        return as_env(TextWorldEnv(self, task))
 
-    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
-        """The walkthroughs that TextWorld finds."""
-        return play_demonstrations(self, self.expert, count, seed)
-
-    def expert(self, task: Task) -> ScriptedPlayer:
-        game = TextWorldGame(self, task.data["seed"])
-        try:
-            game.start()
-            return walk(game.walkthrough())
-        finally:
-            game.close()
-
-    def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
-        """Makes any listed command."""
-        return random_command(random_for("random", seed, task.id))
+    def open_game(self, task: Task, *, has_path: bool = False) -> TextWorldGame:  # noqa: ARG002 - every game has its path
+        return TextWorldGame(self, task.data["seed"])
 
     @property
     def rules(self) -> AdventureRules:
@@ -239,13 +221,13 @@ class TextWorldGame:
 class TextWorldEnv(AdventureEnv):
     """An attempt that can be forked."""
 
-    def __init__(self, world: TextWorldWorld, seed: int) -> None:
-        super().__init__(lambda: TextWorldGame(world, seed), world.rules)
+    def __init__(self, world: TextWorldWorld, task: Task) -> None:
+        super().__init__(lambda: world.open_game(task), world.rules)
         self._world = world
-        self._seed = seed
+        self._task = task
 
     def fork(self) -> TextWorldEnv:
         assert isinstance(self.game, TextWorldGame), "fork comes after start"
-        twin = TextWorldEnv(self._world, self._seed)
+        twin = TextWorldEnv(self._world, self._task)
         twin.move_to(self.game.copy(), self)
         return twin

@@ -9,28 +9,24 @@ from __future__ import annotations
 import importlib.resources
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from turnwise.envs.adapters.java_games import JavaHost, find_java
+from turnwise.envs.adapters.java_games import JavaGame, JavaHost, find_java
 from turnwise.envs.adapters.peers import import_peer
 from turnwise.envs.adapters.text_adventure import (
     RULES,
-    AdventureEnv,
     AdventureRules,
+    AdventureWorld,
     Scene,
-    random_command,
-    walk,
+    check_game,
+    turns_of,
 )
-from turnwise.envs.base import Env, Split, Task
+from turnwise.envs.base import Split, Task
 from turnwise.envs.difficulty import Levels
-from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, random_for
-from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError
-from turnwise.runtime.suggest import did_you_mean
-from turnwise.trajectory import Message
 
 PACKAGE = "textworld_express"
 EXTRA = "textworld-express"
@@ -63,7 +59,7 @@ _INTERFACE = "textworldexpress.runtime.PythonInterface"
 _BLANK_LINES = re.compile(r"\n\s*\n+")
 
 
-class TextWorldExpressWorld:
+class TextWorldExpressWorld(AdventureWorld):
     """One kind of game."""
 
     difficulties: ClassVar[Levels] = tuple({"level": level} for level in range(len(TURNS)))
@@ -85,13 +81,8 @@ class TextWorldExpressWorld:
             admissible: Whether every observation lists the commands that the game would take.
             max_turns: The game is truncated after so many commands. By default the level says.
         """
-        if game not in GAMES:
-            near = did_you_mean(game, GAMES)
-            raise ConfigError(f"textworld_express has no game {game!r}{near}; expected {', '.join(GAMES)}")
-        if not 0 <= level < len(TURNS):
-            raise ConfigError(f"level={level}; expected 0 to {len(TURNS) - 1}")
-        if max_turns is not None and max_turns < 1:
-            raise ConfigError(f"max_turns={max_turns}; expected at least 1")
+        check_game(PACKAGE, "game", game, GAMES)
+        self.max_turns = turns_of(level, TURNS, max_turns)
         if wrong := {name: value for name, value in (settings or {}).items() if not isinstance(value, int)}:
             name, value = next(iter(wrong.items()))
             raise ConfigError(f"settings has {name}={value!r}; expected a whole number, or 0 or 1 for a switch")
@@ -100,7 +91,6 @@ class TextWorldExpressWorld:
         self.game = game
         self.name = f"textworld_express:{game}"
         self.settings = {**GAMES[game][min(level, len(GAMES[game]) - 1)], **(settings or {})}
-        self.max_turns = max_turns or TURNS[level]
         self.max_tokens = max_tokens
         self.admissible = admissible
 
@@ -109,24 +99,8 @@ class TextWorldExpressWorld:
         found = [Task(id=f"{split}-{number}", data={"seed": number, "fold": split}) for number in self._seeds(split)]
         return draw(found, count, random_for(self.name, split, seed)) if count else []
 
-    def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - the task's seed is the game's
-        return as_env(AdventureEnv(lambda: ExpressGame(self, task), self.rules))
-
-    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
-        """The gold paths of the package."""
-        return play_demonstrations(self, self.expert, count, seed)
-
-    def expert(self, task: Task) -> ScriptedPlayer:
-        game = ExpressGame(self, task)
-        try:
-            game.start()
-            return walk(game.gold_path())
-        finally:
-            game.close()
-
-    def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
-        """Makes any listed command."""
-        return random_command(random_for("random", seed, task.id))
+    def open_game(self, task: Task, *, has_path: bool = False) -> ExpressGame:  # noqa: ARG002 - every game has its path
+        return ExpressGame(self, task)
 
     @property
     def rules(self) -> AdventureRules:
@@ -154,38 +128,19 @@ def open_host() -> JavaHost:
     return JavaHost.of(EXTRA, Path(str(importlib.resources.files(PACKAGE) / "textworld-express.jar")))
 
 
-class ExpressGame:
+class ExpressGame(JavaGame):
     """A running game."""
 
     def __init__(self, world: TextWorldExpressWorld, task: Task) -> None:
-        self._world = world
-        self._task = task
-        self._host: JavaHost | None = None
-        self._simulator: Any = None
-        self._said: list[str] = []
+        super().__init__(open_host, world.load)
+        self._data = task.data
 
-    def start(self) -> Scene:
-        self._host = open_host()
-        self._simulator = self._world.load(self._host)
-        data = self._task.data
-        seen = self._call("generateNewGameJSON", data["seed"], data["fold"], True)
-        return self._scene(seen, f"{self._call('getTaskDescription')}\n\n")
+    def first_scene(self) -> Scene:
+        seen = self.call("generateNewGameJSON", self._data["seed"], self._data["fold"], True)
+        return self._scene(seen, f"{self.call('getTaskDescription')}\n\n")
 
-    def act(self, command: str) -> Scene:
-        self._said.append(command)
-        return self._scene(self._call("stepJSON", command))
-
-    def gold_path(self) -> list[str]:
-        return [str(command) for command in self._call("getGoldActionSequence")]
-
-    def close(self) -> None:
-        host, self._host, self._simulator = self._host, None, None
-        if host is not None:
-            host.release()
-
-    def _call(self, method: str, *arguments: object) -> Any:
-        assert self._host is not None, "start comes first"
-        return self._host.call(self._simulator, method, *arguments)
+    def next_scene(self, command: str) -> Scene:
+        return self._scene(self.call("stepJSON", command))
 
     def _scene(self, answer: str, before: str = "") -> Scene:
         found = json.loads(answer)
@@ -196,5 +151,5 @@ class ExpressGame:
             is_over=is_won or is_lost,
             is_won=is_won,
             commands=tuple(sorted(found["validActions"])),
-            state=json.dumps(self._said),
+            state=json.dumps(self.said),
         )

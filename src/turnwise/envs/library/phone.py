@@ -218,7 +218,7 @@ class PhoneEnv:
 
     def fork(self) -> PhoneEnv:
         other = object.__new__(PhoneEnv)
-        other.__dict__.update(self.__dict__)  # the goals never change
+        other.__dict__.update(self.__dict__)  # forks share the goals, which never change
         other._device = self._device.copy()
         return other
 

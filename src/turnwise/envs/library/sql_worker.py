@@ -112,7 +112,7 @@ class _Guard:
     def run(self, sql: str, max_rows: int, max_bytes: int) -> tuple[list[str], list[list[Any]], bool]:
         try:
             cursor = self._connection.execute(sql)
-            if cursor.description is None:  # a comment, or nothing
+            if cursor.description is None:  # the text was a comment, or empty
                 raise QueryRefused("this is no query; write a SELECT")
             rows, is_cut = _fetch(cursor, max_rows, max_bytes)
             return [str(column[0]) for column in cursor.description], rows, is_cut

@@ -254,15 +254,9 @@ REQUESTS: Mapping[str, RequestType] = {
     "forward.json": RequestType(wire.read_forward, OperationBuilder.forward_backward, changes_nothing=True),
     "optim_step": RequestType(schemas.OptimStepBody.model_validate_json, OperationBuilder.optim_step),
     "load_weights": RequestType(schemas.LoadWeightsBody.model_validate_json, OperationBuilder.load),
-    "save_weights": RequestType(
-        schemas.SaveWeightsBody.model_validate_json, OperationBuilder.save, changes_nothing=True
-    ),
-    "save_weights_for_sampler": RequestType(
-        schemas.SaveWeightsBody.model_validate_json, OperationBuilder.save, changes_nothing=True
-    ),
-    "save_weights_external": RequestType(
-        schemas.SaveWeightsBody.model_validate_json, OperationBuilder.save, changes_nothing=True
-    ),
+    "save_weights": _SAVE,
+    "save_weights_for_sampler": _SAVE,
+    "save_weights_external": _SAVE,
     "reverse_kl": RequestType(schemas.ReverseKlBody.model_validate_json, OperationBuilder.reverse_kl),
 }
 """Every training request by its name, which the journal stores too: a new one is a line here, its method above, its

@@ -28,7 +28,7 @@ from turnwise.service.wire import types as wire
 LARGE_BODY = 1 << 20
 """Bytes of a body from which on another process reads it first: 50 ms of reading."""
 MAX_DETAILS = 20
-"""Mistakes of a body that are told."""
+"""Most mistakes of a body that an error lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

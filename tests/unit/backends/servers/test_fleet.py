@@ -129,9 +129,6 @@ class ServerInMemory(ServerDialect):
         self._check_alive()
         self.whole = f"{shared} of version {version}"
 
-    async def abort_all(self) -> None:
-        raise NotImplementedError
-
     async def close(self) -> None:
         pass
 

@@ -13,12 +13,15 @@ from turnwise.envs.adapters.text_adventure import (
     RULES,
     AdventureEnv,
     AdventureRules,
+    AdventureWorld,
     Scene,
+    check_game,
     random_command,
     read_command,
+    turns_of,
     walk,
 )
-from turnwise.envs.base import assistant, user
+from turnwise.envs.base import Split, Task, assistant, user
 from turnwise.errors import ConfigError
 
 PLAIN = AdventureRules(rules=RULES, max_turns=6, admissible=False, forbidden=frozenset({"save", "tw"}))
@@ -38,6 +41,9 @@ class Corridor:
     def act(self, command: str) -> Scene:
         self.room += {"east": 1, "west": -1}.get(command, 0)
         return self._scene()
+
+    def walkthrough(self) -> list[str]:
+        return ["east"] * 3
 
     def close(self) -> None:
         self.num_closed += 1
@@ -138,3 +144,41 @@ def test_random_play_takes_any_listed_command_and_refuses_to_play_without_a_list
     assert {player([user("Room 0.\nCommands: go east; go west")]) for _ in range(40)} == {"go east", "go west"}
     with pytest.raises(ConfigError, match="admissible=true"):
         player([user("Room 0.")])
+
+
+class Corridors(AdventureWorld):
+    """A world of one game; it keeps the games that it has opened."""
+
+    name, max_turns, max_tokens = "corridors", 6, 8
+
+    @property
+    def rules(self) -> AdventureRules:
+        return LISTING
+
+    def __init__(self) -> None:
+        self.opened: list[Corridor] = []
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
+        return [Task(id=f"{split}-{seed + index}") for index in range(count)]
+
+    def open_game(self, task: Task, *, has_path: bool = False) -> Corridor:  # noqa: ARG002 - it has one game
+        self.opened.append(Corridor())
+        return self.opened[-1]
+
+
+def test_a_world_plays_its_walkthroughs_as_demonstrations_and_closes_every_game() -> None:
+    world = Corridors()
+    (dialogue,) = world.demonstrations(1, seed=0)
+    assert [message.content for message in dialogue if message.role == "assistant"] == ["east"] * 3
+    assert [game.num_closed for game in world.opened] == [1, 1]  # the expert's, and the one that is played
+    assert world.random_player(Task(id="any"), 0)([user("Room 0.\nCommands: go east")]) == "go east"
+
+
+def test_a_game_a_level_or_a_limit_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shelf has no book 'hobit'; did you mean 'hobbit'"):
+        check_game("shelf", "book", "hobit", ["hobbit", "emma"])
+    assert (turns_of(1, (15, 30), None), turns_of(1, (15, 30), 4)) == (30, 4)
+    with pytest.raises(ConfigError, match="level=2; expected 0 to 1"):
+        turns_of(2, (15, 30), None)
+    with pytest.raises(ConfigError, match="max_turns=0; expected at least 1"):
+        turns_of(0, (15, 30), 0)

@@ -21,6 +21,7 @@ import hashlib
 import random
 import re
 import sqlite3
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Chore:
     steps: Sequence[PlanStep]
     """How the expert does it, from any page of the site."""
     effect: Callable[[Any], object]
-    """Does it to a site directly."""
+    """Changes a site as if the chore had been done on its pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ class SiteTask:
     start: Counter[tuple[object, ...]]
 
 
-class Site:
+class Site(ABC):
     """A web app over a database. Subclasses say what is in it."""
 
     name: ClassVar[str]
@@ -97,13 +98,13 @@ class Site:
         self.fill(random.Random(f"{self.name}:{seed}"), level)
         self._database.commit()
 
+    @abstractmethod
     def fill(self, rng: random.Random, level: int) -> None:
         """Put the seeded content into the empty tables. A higher level has more of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def chores(self, level: int, rng: random.Random) -> list[Chore]:
         """What a task of this level asks for, in order. They do not contradict each other."""
-        raise NotImplementedError
 
     @classmethod
     def draw_task(cls, seed: int, level: int) -> SiteTask:
