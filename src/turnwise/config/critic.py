@@ -32,7 +32,7 @@ class CriticConfig(Section):
         default="rollouts",
         min_length=1,
         description="What the critic learns from before the first step: `rollouts` of the unchanged policy, "
-        "`demonstrations` of the world, or a run directory.",
+        "`demonstrations` of the world, a run directory, or a .jsonl file that `turnwise pools` wrote.",
     )
     pretrain_learning_rate: float = Field(
         default=1e-3, gt=0, description="Learning rate of the critic during pre-training."

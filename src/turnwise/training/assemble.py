@@ -114,9 +114,11 @@ def check_pretraining(critic: CriticConfig, world: World) -> None:
             for leaf in (leaf for leaf in leaves(world).values() if not has_scripts(leaf)):
                 raise ConfigError(f"{leaf.name} has no scripted dialogues; set critic.pretrain_from=rollouts")
         case path:
-            if not is_run(Path(path).expanduser()):
+            place = Path(path).expanduser()
+            if not (is_run(place) or (place.suffix == ".jsonl" and place.is_file())):
                 raise ConfigError(
-                    f"critic.pretrain_from={path} is no run directory; expected one, or rollouts, or demonstrations"
+                    f"critic.pretrain_from={path} is no run directory and no .jsonl file; expected one of them, or "
+                    "rollouts, or demonstrations"
                 )
 
 

@@ -8,7 +8,7 @@ what was played for training is ever learned from; evaluations play held-out tas
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -123,7 +123,11 @@ def check_stored_data(parts: Parts) -> None:
         with open_stored(source.path, config, "data.dialogues"):
             pass
     critic = config.critic
-    if parts.needs_critic and critic.pretrain_steps and critic.pretrain_from not in ("rollouts", "demonstrations"):
+    if not (parts.needs_critic and critic.pretrain_steps):
+        return
+    if is_dialogue_file(critic.pretrain_from):
+        read_critic_attempts(critic.pretrain_from, config)
+    elif critic.pretrain_from not in ("rollouts", "demonstrations"):
         with open_stored(critic.pretrain_from, config, "critic.pretrain_from"):
             pass
 
@@ -168,32 +172,48 @@ def read_run_dialogues(path: str, config: Config) -> list[Dialogue]:
 
 
 def is_dialogue_file(path: str) -> bool:
-    """Whether `data.dialogues` names a file of attempts, not a run."""
+    """Whether an option names a file of attempts, not a run."""
     return path.endswith(".jsonl")
 
 
 def read_file_dialogues(path: str, config: Config) -> list[Dialogue]:
     """The attempts of a pool that `turnwise pools` wrote: their replies, or the world's words in them."""
     option, found = f"data.dialogues={path}", list[Dialogue]()
+    for one in _file_attempts(path, config, option):
+        ids = world_words(one.trajectory) if one.learn == "world" else replies_of(one.trajectory)
+        if ids:
+            found.append(Dialogue(datums=tuple(dialogue_to_datums(ids))))
+    if not found:
+        raise ConfigError(f"{option} holds nothing to learn from")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileAttempt:
+    """One line of a file that `turnwise pools` wrote."""
+
+    trajectory: Trajectory
+    """With its rewards as they were played."""
+    learn: str
+    """Whose words a dialogue teaches: `replies` or `world`."""
+
+
+def _file_attempts(path: str, config: Config, option: str) -> Iterator[_FileAttempt]:
+    """The attempts of a file, all of this run's world and model; `option` is what named it."""
     place = Path(path).expanduser()
     if not place.is_file():
         raise ConfigError(f"{option} is not there; expected a file that turnwise pools wrote, or a run directory")
     for number, line in enumerate(place.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(line)
-            trajectory = trajectory_from_json(row["trajectory"])
+            one = _FileAttempt(trajectory=trajectory_from_json(row["trajectory"]), learn=row.get("learn", "replies"))
             origin = Origin(world=row["world"], model=row["base_model"])
         except (ValueError, KeyError, TypeError, DataError) as cause:
             raise ConfigError(
                 f"{option}, line {number} is no attempt: {cause!r}; expected a line that turnwise pools wrote"
             ) from cause
         check_origin(origin, origin_of(config), f"{option}, line {number}")
-        ids = world_words(trajectory) if row.get("learn") == "world" else replies_of(trajectory)
-        if ids:
-            found.append(Dialogue(datums=tuple(dialogue_to_datums(ids))))
-    if not found:
-        raise ConfigError(f"{option} holds nothing to learn from")
-    return found
+        yield one
 
 
 def replies_of(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -215,8 +235,13 @@ def world_words(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int
 
 
 def read_critic_attempts(path: str, config: Config) -> list[Trajectory]:
-    """The attempts of a run's training, with the rewards that this run credits them with."""
+    """The attempts of a run's training, or of a file, with the rewards that this run credits them with."""
     option, wanted = f"critic.pretrain_from={path}", make_shaping(config)
+    if is_dialogue_file(path):
+        attempts = [shape_trajectory(one.trajectory, wanted) for one in _file_attempts(path, config, option)]
+        if not attempts:
+            raise ConfigError(f"{option} holds no attempt; there is nothing to learn from")
+        return attempts
     with open_stored(path, config, "critic.pretrain_from") as (run, stored):
         rows = train_rows(run)
         shapings = [_shaping_left(row, stored, wanted, option) for row in rows]

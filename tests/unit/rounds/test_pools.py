@@ -20,7 +20,7 @@ from turnwise.rounds.route import route
 from turnwise.rounds.store import AttemptVerdict, PoolStore
 from turnwise.rounds.wheel import flywheel
 from turnwise.training.objects import NO_OBJECTS
-from turnwise.training.stored import read_file_dialogues, world_words
+from turnwise.training.stored import read_critic_attempts, read_file_dialogues, world_words
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
 
 WORDS = {"red": 11, "blue": 12, "green": 13}
@@ -128,6 +128,11 @@ def test_a_pool_is_filtered_and_exported_with_its_provenance_and_can_be_learned_
     other = read_file("key_door_tiny", ["env=guess_number"]).run
     with pytest.raises(ConfigError, match=r"was played with env\.name=key_door"):
         read_file_dialogues(str(tmp_path / "sft.jsonl"), other)
+    weighed = read_file("key_door_tiny", ["reward.weights.outcome=2"]).run
+    (lesson,) = read_critic_attempts(str(tmp_path / "sft.jsonl"), weighed)
+    assert [turn.reward for turn in lesson.turns] == [0, 2], "a critic learns what this run's attempts would earn"
+    with pytest.raises(ConfigError, match=r"critic\.pretrain_from=.* line 1 was played with env\.name=key_door"):
+        read_critic_attempts(str(tmp_path / "sft.jsonl"), other)
 
 
 def test_a_history_that_was_rewritten_has_no_words_of_the_world_to_learn() -> None:
