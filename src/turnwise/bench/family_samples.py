@@ -41,6 +41,7 @@ EXPERTS: dict[str, Any] = {
 WITHOUT_GROUPS = ("gpt_neox", "opt", "persimmon", "phi")
 """Families with as many key heads as query heads."""
 MIXED_LAYERS = ["sliding_attention", "full_attention"]
+GEMMA4_HEADS: dict[str, Any] = {"sliding_window": 21, "head_dim": 8, "global_head_dim": 16, "vocab_size_per_layer_input": VOCAB}
 OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": None, "n_group": 1, "topk_group": 1},
     "cohere2": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
@@ -48,6 +49,7 @@ OWN: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
     "gemma2": {"sliding_window": 21, "head_dim": 8, "final_logit_softcapping": 9.0, "attn_logit_softcapping": 6.0},
     "gemma3_text": {"sliding_window": 21, "head_dim": 8, "layer_types": MIXED_LAYERS},
+    "gemma4_text": {"layer_types": MIXED_LAYERS, "hidden_size_per_layer_input": 0, **GEMMA4_HEADS},
     "gpt_oss": {"sliding_window": 21, "head_dim": 8},
     "granite": {"logits_scaling": 3.0},
     "granite_swa": {"sliding_window": 21, "logits_scaling": 3.0, "layer_types": MIXED_LAYERS},

@@ -20,6 +20,7 @@ from typing import Any
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.blocks import BlockSpec, LogitRule
 from turnwise.models.experts import ExpertReader, ExpertSpec
+from turnwise.models.layer_keys import LayerKeys, gemma4_keys, gemma4_kinds
 from turnwise.models.refused import ENCODER_DECODER, REFUSED, SEVERAL_INPUTS
 
 ModelJson = Mapping[str, Any]
@@ -43,6 +44,10 @@ class Family:
     """Which layers have the window where the config does not say, repeated: L (local) has it, G (global) has none."""
     window_start: int | None = None
     """`max_window_layers` where the config does not say: the layers before it have no window. None: no such setting."""
+    kinds: Callable[[ModelJson], Sequence[str]] | None = None
+    """Which layers have the window, where neither `layer_types` nor the pattern says it."""
+    keys: Callable[[ModelJson], tuple[LayerKeys, ...]] | None = None
+    """The keys and values of each layer; None: all layers have heads of one size, and keys of their own."""
     logits: Callable[[ModelJson], LogitRule] | None = None
     """What becomes of the head's product; None: nothing."""
     settings: frozenset[str] = frozenset()
@@ -121,6 +126,15 @@ FAMILIES: dict[str, Family] = {
             logits=capped_logits,
             settings=_FINAL_CAP,
         ),
+        Family(
+            model_type="gemma4_text",
+            default_window=512,
+            kinds=gemma4_kinds,
+            keys=gemma4_keys,
+            experts=ExpertReader(shared="intermediate_size", switch="enable_moe_block"),
+            logits=capped_logits,
+            settings=_FINAL_CAP,
+        ),
         Family(model_type="glm"),
         Family(model_type="glm4"),
         Family(model_type="glm4_moe", experts=SIGMOID_EXPERTS),
@@ -194,6 +208,12 @@ def describe_block(config: ModelJson) -> BlockSpec | None:
     return None if family is None or family.describe is None else family.describe(config)
 
 
+def layer_keys(config: ModelJson) -> tuple[LayerKeys, ...]:
+    """[layers] the keys and values of each layer; empty where all layers have heads of one size."""
+    family = FAMILIES.get(str(config.get("model_type", "")))
+    return () if family is None or family.keys is None else family.keys(config)
+
+
 def layer_windows(config: ModelJson) -> tuple[int | None, ...]:
     """[layers] how many positions each layer sees, its own included; None where it sees all that a context holds."""
     family = FAMILIES.get(str(config.get("model_type", "")), Family(model_type=""))
@@ -203,7 +223,7 @@ def layer_windows(config: ModelJson) -> tuple[int | None, ...]:
         return (None,) * num_layers
     if window >= (config.get("max_position_embeddings") or window + 1):
         return (None,) * num_layers
-    kinds = config.get("layer_types")
+    kinds = config.get("layer_types") if family.kinds is None else family.kinds(config)
     if kinds is None:
         pattern = config.get("sliding_window_pattern") or family.window_pattern
         pattern = "L" * (pattern - 1) + "G" if isinstance(pattern, int) else pattern

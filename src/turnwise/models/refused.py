@@ -68,7 +68,7 @@ _BY_REASON: Mapping[str, tuple[str, ...]] = {
         "zamba",
         "zamba2",
     ),
-    _UNEQUAL_LAYERS: ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    _UNEQUAL_LAYERS: ("gemma4", "gemma4_unified", "gemma4_unified_text"),
     _SHARED_KEYS: ("gemma3n", "gemma3n_text"),
     _SPARSE: ("axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
     _BOTH_WAYS: ("bert", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta"),

@@ -40,7 +40,7 @@ from turnwise.models.families import (
     has_fixed_angles,
     has_stretched_angles,
 )
-from turnwise.models.linears import Shape
+from turnwise.models.linears import Shape, can_be_adapted
 
 RANDOM_FILE = "random_weights"
 """A directory with this file and a config.json stands for a model with random weights."""
@@ -302,10 +302,12 @@ def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreT
 
 
 def _wrap_linears(model: PreTrainedModel, holder: RouteHolder) -> dict[str, LoraLinear]:
-    """Replace every linear by one that can carry adapters, in place; keys are dotted names, as PEFT writes them."""
+    """Replace linears by ones that can carry adapters, in place; keys are dotted names, as PEFT writes them."""
     linears: dict[str, LoraLinear] = {}
+    head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:  # a subclass may compute something else, as PhiMoE's router does
+        is_adaptable = module is head or can_be_adapted(name)
+        if type(module) is nn.Linear and is_adaptable:  # a subclass may compute something else, as PhiMoE's router does
             parent, _, child = name.rpartition(".")
             wrapped = LoraLinear(module, name, holder)
             setattr(model.get_submodule(parent), child, wrapped)
@@ -332,9 +334,7 @@ def _adaptable_shapes(linears: Mapping[str, LoraLinear], experts: Sequence[Exper
 def _kv_shape(sizes: ModelSizes) -> KvShape:
     windows = sizes.kv_windows
     return KvShape(
-        num_layers=sizes.num_layers,
-        num_kv_heads=sizes.num_kv_heads,
-        head_size=sizes.head_size,
+        keys=sizes.layer_keys,
         windows=windows,
         group_of=tuple(windows.index(window) for window in sizes.windows),
     )

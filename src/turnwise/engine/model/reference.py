@@ -124,11 +124,11 @@ def _run(model: Any, sequences: Sequence[Sequence[int]], first: int) -> PlainRun
 @contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
     """Let every layer compute in float32: its weights are widened before it runs and are as they were after it."""
-    embedding = model.get_input_embeddings()
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     layers = find_layers(model.base_model, model.config.num_hidden_layers)
-    inside = {id(module) for layer in layers for module in layer.modules()}
+    apart = {id(module) for layer in layers for module in layer.modules()} | {id(module) for module in embeddings}
     leaves = [module for module in model.modules() if next(module.children(), None) is None]
-    others = [module for module in leaves if id(module) not in inside and module is not embedding]
+    others = [module for module in leaves if id(module) not in apart]
     narrow: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def widen(module: nn.Module, *_: Any) -> None:
@@ -141,7 +141,7 @@ def _in_float32(model: PreTrainedModel) -> Iterator[None]:
         for tensor, before in narrow.pop(id(module), []):
             tensor.data = before
 
-    handles: list[Any] = [] if embedding is None else [embedding.register_forward_hook(lambda _m, _a, out: out.float())]
+    handles: list[Any] = [one.register_forward_hook(lambda _m, _a, out: out.float()) for one in embeddings]
     for module in (*layers, *others):
         handles += [module.register_forward_pre_hook(widen), module.register_forward_hook(restore, always_call=True)]
     try:
