@@ -171,7 +171,7 @@ def test_what_would_be_wrong_or_die_is_refused_by_name_by_plan_eval_chat_and_ser
     refused: dict[str, PretrainedConfig] = {}
     refused |= {family: CONFIG_MAPPING[family]() for family in ("diffllama", "gpt2", "falcon", "gptj", "deepseek_v3")}
     refused |= {family: CONFIG_MAPPING[family]() for family in ("bert", "stablelm", "nemotron", "t5", "qwen3_next")}
-    refused |= {family: CONFIG_MAPPING[family]() for family in ("qwen3_5_text", "lfm2", "gemma4_text")}
+    refused |= {family: CONFIG_MAPPING[family]() for family in ("qwen3_5_text", "lfm2", "gemma3n_text")}
     for named, config in refused.items():
         directory = tmp_path / config.model_type
         config.save_pretrained(directory)

@@ -41,7 +41,6 @@ EXPERTS: dict[str, Any] = {
 WITHOUT_GROUPS = ("gpt_neox", "opt", "persimmon", "phi")
 """Families with as many key heads as query heads."""
 MIXED_LAYERS = ["sliding_attention", "full_attention"]
-GEMMA4_HEADS: dict[str, Any] = {"sliding_window": 21, "head_dim": 8, "global_head_dim": 16, "vocab_size_per_layer_input": VOCAB}
 OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": None, "n_group": 1, "topk_group": 1},
     "cohere2": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
@@ -49,7 +48,15 @@ OWN: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
     "gemma2": {"sliding_window": 21, "head_dim": 8, "final_logit_softcapping": 9.0, "attn_logit_softcapping": 6.0},
     "gemma3_text": {"sliding_window": 21, "head_dim": 8, "layer_types": MIXED_LAYERS},
-    "gemma4_text": {"layer_types": MIXED_LAYERS, "hidden_size_per_layer_input": 0, **GEMMA4_HEADS},
+    "gemma4_text": {
+        "sliding_window": 21,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "layer_types": MIXED_LAYERS,
+        "final_logit_softcapping": 9.0,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 0,
+    },
     "gpt_oss": {"sliding_window": 21, "head_dim": 8},
     "granite": {"logits_scaling": 3.0},
     "granite_swa": {"sliding_window": 21, "logits_scaling": 3.0, "layer_types": MIXED_LAYERS},
@@ -137,6 +144,27 @@ VARIANTS: Sequence[FamilySample] = (
         settings={**_long_rope(30), "sliding_window": 21},
         context_length=256,
     ),
+    FamilySample(
+        name="gemma4_text, keys as values",
+        model_type="gemma4_text",
+        settings={"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    FamilySample(
+        name="gemma4_text, shared keys",
+        model_type="gemma4_text",
+        settings={
+            "num_hidden_layers": 4,
+            "layer_types": MIXED_LAYERS * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 24,  # fewer are ill-conditioned: a norm divides by what a few gates let through
+            "use_double_wide_mlp": True,
+        },
+    ),
+    FamilySample(
+        name="gemma4_text, experts",
+        model_type="gemma4_text",
+        settings={"enable_moe_block": True, "top_k_experts": 2},
+    ),
     FamilySample(name="mistral, window", model_type="mistral", settings={"sliding_window": 21}),
     FamilySample(name="phi3, window", model_type="phi3", settings={"sliding_window": 21}),
     FamilySample(name="llama, GELU", model_type="llama", settings={"hidden_act": "gelu"}),
@@ -162,5 +190,10 @@ def write_model(config: PretrainedConfig, directory: Path, spread: float = 0.12)
                 parameter.normal_(0, spread)
             elif "bias" in name:
                 parameter.normal_(0, 0.1)
+            elif name.endswith("q_norm.weight") and config.model_type == "gemma4_text":
+                parameter.fill_(8**-0.5)  # scores are not divided by the root of the head size: trained norms do that
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
     model.save_pretrained(directory)
     return directory

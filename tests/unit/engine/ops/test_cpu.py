@@ -136,7 +136,7 @@ def naive_decode(
     return out
 
 
-@for_each("head_size", [8, 16, 24, 32, 64, 72, 128, 256])
+@for_each("head_size", [8, 16, 24, 32, 64, 72, 128, 256, 512])
 @for_each(("heads", "kv_heads"), [(3, 3), (6, 2), (5, 1), (8, 2), (7, 1)])
 def test_decode_equals_softmax_attention(kernels: cpu.CpuKernels, heads: int, kv_heads: int, head_size: int) -> None:
     inputs = paged_inputs(heads, kv_heads, head_size, 16, [1, 37, 16, 65, 0], seed=head_size)
