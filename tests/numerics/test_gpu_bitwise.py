@@ -18,8 +18,8 @@ from turnwise.engine.engine import Engine
 from turnwise.engine.ops import bitwise_for_device
 from turnwise.engine.ops.interface import AttentionRule
 from turnwise.engine.sampling.kvcache import KvCache, KvShape
-from turnwise.models.layer_keys import LayerKeys
 from turnwise.engine.training.pack import pack
+from turnwise.models.layer_keys import LayerKeys
 
 pytestmark = pytest.mark.gpu
 

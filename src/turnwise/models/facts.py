@@ -22,6 +22,7 @@ from turnwise.models.families import (
     describe_block,
     describe_experts,
     has_stretched_angles,
+    language_config,
     layer_keys,
     layer_windows,
     logit_rule,
@@ -30,8 +31,15 @@ from turnwise.models.layer_keys import LayerKeys
 from turnwise.models.linears import LoraTargets, Shape, adapted_linears, check_kinds
 
 HEADS = ("lm_head.weight", "embed_out.weight")
-EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "gpt_neox.embed_in.weight")
+EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.decoder.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "gpt_neox.embed_in.weight",
+)
 """Names of the embedding; it is the head's matrix too where the two are tied."""
+LANGUAGE_MODEL = "language_model"
+"""The name of the language model inside a model that reads more than text."""
 _LAYER = r"^(?P<layer>.*\.layers\.\d+)\.(?P<parent>mlp\.|block_sparse_moe\.|)"
 _EXPERT = re.compile(_LAYER + r"(experts\.|(input|output)_linear)")
 _DOWN = re.compile(r"\.(down_proj|w2|output_linear)(\.weight)?$")
@@ -201,7 +209,9 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
         raise ModelError(f"{directory} cannot be read as a model: {cause}") from cause
     if runs_here:
         check_supported(config)
-    config = config.get("text_config", config)
+    if (text := language_config(config)) is not config:
+        shapes = {name: shape for name, shape in shapes.items() if not is_outside_language(name)}
+    config = config.get("text_config", config) if text is config else text
     linears = {n.removesuffix(".weight"): Shape(s[0], s[1]) for n, s in shapes.items() if _is_linear(n, s)}
     frozen = _add_experts(linears, shapes, describe_experts(config), config.get("hidden_size", 0))
     head = next((n for n in (*HEADS, *EMBEDDINGS) if n in shapes), None)
@@ -221,6 +231,11 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
         angle_switch=switch,
         has_other_angles=switch is not None or has_stretched_angles(config, context),
     )
+
+
+def is_outside_language(name: str) -> bool:
+    """Whether a weight of a model that reads more than text is not its language model's."""
+    return not name.startswith((*HEADS, f"model.{LANGUAGE_MODEL}."))
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:

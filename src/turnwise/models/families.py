@@ -93,6 +93,12 @@ def capped_logits(config: ModelJson) -> LogitRule:
     return LogitRule(softcap=config.get("final_logit_softcapping"))
 
 
+_GEMMA4: dict[str, Any] = {
+    "kinds": gemma4_kinds,
+    "keys": gemma4_keys,
+    "logits": capped_logits,
+    "settings": frozenset({"final_logit_softcapping"}),
+}
 _CAPS = frozenset({"final_logit_softcapping", "attn_logit_softcapping"})
 _FINAL_CAP = frozenset({"final_logit_softcapping"})
 _COHERE = {"logits": scaled_logits("logit_scale"), "settings": frozenset({"logit_scale"})}
@@ -129,12 +135,10 @@ FAMILIES: dict[str, Family] = {
         Family(
             model_type="gemma4_text",
             default_window=512,
-            kinds=gemma4_kinds,
-            keys=gemma4_keys,
             experts=ExpertReader(shared="intermediate_size", switch="enable_moe_block"),
-            logits=capped_logits,
-            settings=_FINAL_CAP,
+            **_GEMMA4,
         ),
+        Family(model_type="gemma4_unified_text", default_window=1024, **_GEMMA4),
         Family(model_type="glm"),
         Family(model_type="glm4"),
         Family(model_type="glm4_moe", experts=SIGMOID_EXPERTS),
@@ -187,6 +191,16 @@ FAMILIES: dict[str, Family] = {
     )
 }
 """The families whose results were compared with transformers', by `model_type`."""
+
+
+COMPOSITES: Mapping[str, str] = {"gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
+"""Models that read images and sound too, and the family of their language model, which is trained alone."""
+
+
+def language_config(config: ModelJson) -> ModelJson:
+    """What a config says of the language model: all of it, but for a model that reads more than text."""
+    family = COMPOSITES.get(str(config.get("model_type", "")))
+    return config if family is None else {"model_type": family, **(config.get("text_config") or {})}
 
 
 def add_family(family: Family) -> None:
@@ -257,6 +271,7 @@ _CHECKED_SETTINGS = (
 
 def check_supported(config: ModelJson) -> None:
     """Refuse a model that would fail here, or be wrong, by what its config.json says."""
+    config = language_config(config)
     name = str(config.get("model_type", ""))
     if name in REFUSED:
         raise ModelError(_unknown_family(name, config))
@@ -271,7 +286,7 @@ def check_supported(config: ModelJson) -> None:
         raise ModelError(
             f"{name} uses {', '.join(sorted(kinds))} layers; only full_attention and sliding_attention are supported"
         )
-    if config.get("use_bidirectional_attention"):
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # text is read in one direction
         raise ModelError(f"{name} sets use_bidirectional_attention; only attention to what came before is supported")
     family = FAMILIES.get(name, Family(model_type=name))
     for setting in _CHECKED_SETTINGS:

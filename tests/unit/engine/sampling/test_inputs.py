@@ -12,8 +12,8 @@ from turnwise.engine.model.lora import base_policy
 from turnwise.engine.ops.transfer import PackedTransfer
 from turnwise.engine.sampling.inputs import block_table, step_inputs, uniforms
 from turnwise.engine.sampling.kvcache import KvCache, KvShape
-from turnwise.models.layer_keys import LayerKeys
 from turnwise.engine.sampling.requests import BlockTable, OpenRequest, Piece, Row, Step
+from turnwise.models.layer_keys import LayerKeys
 from turnwise.types import SampleRequest
 
 SIZE = 4
