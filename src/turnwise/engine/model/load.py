@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -282,6 +282,17 @@ def without_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """Keep transformers from logging anything but errors in the block."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
 def is_random(directory: Path) -> bool:
     """Whether the directory has no weights, and says that they are drawn at random when the model is loaded."""
     return (directory / RANDOM_FILE).exists()
@@ -301,8 +312,9 @@ def _implementations(config: PretrainedConfig) -> dict[str, str]:
 
 
 def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    is_in_part = config.model_type in COMPOSITES  # transformers would list the weights that are left out
     try:
-        with without_progress_bars():
+        with without_progress_bars(), without_remarks() if is_in_part else nullcontext():
             model = AutoModelForCausalLM.from_pretrained(
                 directory, config=config, dtype=dtype, **_implementations(config)
             )
