@@ -197,6 +197,11 @@ COMPOSITES: Mapping[str, str] = {"gemma4": "gemma4_text", "gemma4_unified": "gem
 """Models that read images and sound too, and the family of their language model, which is trained alone."""
 
 
+def supported_types() -> list[str]:
+    """Every `model_type` that is let in."""
+    return sorted([*FAMILIES, *COMPOSITES])
+
+
 def language_config(config: ModelJson) -> ModelJson:
     """What a config says of the language model: all of it, but for a model that reads more than text."""
     family = COMPOSITES.get(str(config.get("model_type", "")))
@@ -309,7 +314,7 @@ def _unknown_family(name: str, config: ModelJson) -> str:
     elif reason is None and "text_config" in config:
         reason = SEVERAL_INPUTS
     told = f"{name} is not supported: it {reason}" if reason else f"{name} is not among the supported families"
-    return f"{told}. Supported: {', '.join(sorted(FAMILIES))}"
+    return f"{told}. Supported: {', '.join(supported_types())}"
 
 
 def has_rope(config: ModelJson, kinds: Sequence[str]) -> bool:

@@ -14,9 +14,7 @@ _STATE = (
 _BOTH_WAYS = "reads its text in both directions, so it does not write text from left to right"
 _SPARSE = "chooses which keys a token attends to (sparse attention), and the packed passes attend to all of them"
 
-_SPARSE_INNER = (
-    "keeps several residual streams side by side (AltUp) and cuts activations by their spread; neither was compared yet"
-)
+_STREAMS = "keeps several residual streams side by side (AltUp), and nobody compared that with transformers yet"
 
 _BY_REASON: Mapping[str, tuple[str, ...]] = {
     _OWN_ATTENTION: (
@@ -69,7 +67,7 @@ _BY_REASON: Mapping[str, tuple[str, ...]] = {
         "zamba",
         "zamba2",
     ),
-    _SPARSE_INNER: ("gemma3n", "gemma3n_text"),
+    _STREAMS: ("gemma3n", "gemma3n_text"),
     _SPARSE: ("axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
     _BOTH_WAYS: ("bert", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta"),
     "attends twice in a layer with different values, and the KV cache keeps one of each": ("diffllama",),
