@@ -59,6 +59,8 @@ def test_the_plan_counts_matrices_and_cache_as_the_engine_makes_them(name: str, 
     cache = engine.sampler.cache
     by_token = {id(side): side[0, 0].numel() for layer in range(facts.num_layers) for side in cache.layer(layer)}
     assert sum(by_token.values()) == facts.kv_values_per_token
+    widths = [shape.outputs for name, shape in facts.linears.items() if name.endswith("mlp.up_proj")]
+    assert facts.inner_size == sum(widths) / facts.num_layers
 
 
 def test_layers_that_share_keys_have_one_cache() -> None:

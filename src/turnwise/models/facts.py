@@ -22,6 +22,7 @@ from turnwise.models.families import (
     describe_block,
     describe_experts,
     has_stretched_angles,
+    inner_size,
     language_config,
     layer_keys,
     layer_windows,
@@ -54,7 +55,7 @@ class ModelSizes:
     num_layers: int
     hidden_size: int
     inner_size: int
-    """Width of the MLP's hidden layer."""
+    """Width of the MLP's hidden layer; the mean, where layers differ."""
     num_heads: int
     num_kv_heads: int
     head_size: int
@@ -76,7 +77,7 @@ class ModelSizes:
         return cls(
             num_layers=config.get("num_hidden_layers", 0),
             hidden_size=hidden_size,
-            inner_size=config.get("intermediate_size") or 4 * hidden_size,
+            inner_size=inner_size(config),
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_size=config.get("head_dim") or hidden_size // num_heads,

@@ -20,7 +20,7 @@ from typing import Any
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.blocks import BlockSpec, LogitRule
 from turnwise.models.experts import ExpertReader, ExpertSpec
-from turnwise.models.layer_keys import LayerKeys, gemma4_keys, gemma4_kinds
+from turnwise.models.layer_keys import LayerKeys, gemma4_inner_size, gemma4_keys, gemma4_kinds
 from turnwise.models.refused import ENCODER_DECODER, REFUSED, SEVERAL_INPUTS
 
 ModelJson = Mapping[str, Any]
@@ -48,6 +48,8 @@ class Family:
     """Which layers have the window, where neither `layer_types` nor the pattern says it."""
     keys: Callable[[ModelJson], tuple[LayerKeys, ...]] | None = None
     """The keys and values of each layer; None: all layers have heads of one size, and keys of their own."""
+    inner_size: Callable[[ModelJson], int] | None = None
+    """Width of the MLP's hidden layer, the mean over the layers; None: `intermediate_size`."""
     logits: Callable[[ModelJson], LogitRule] | None = None
     """What becomes of the head's product; None: nothing."""
     settings: frozenset[str] = frozenset()
@@ -96,6 +98,7 @@ def capped_logits(config: ModelJson) -> LogitRule:
 _GEMMA4: dict[str, Any] = {
     "kinds": gemma4_kinds,
     "keys": gemma4_keys,
+    "inner_size": gemma4_inner_size,
     "logits": capped_logits,
     "settings": frozenset({"final_logit_softcapping"}),
 }
@@ -225,6 +228,14 @@ def describe_block(config: ModelJson) -> BlockSpec | None:
     """What a decoder block of this model is; None where only transformers' code knows."""
     family = FAMILIES.get(str(config.get("model_type", "")))
     return None if family is None or family.describe is None else family.describe(config)
+
+
+def inner_size(config: ModelJson) -> int:
+    """Width of the MLP's hidden layer; the mean, where layers differ."""
+    family = FAMILIES.get(str(config.get("model_type", "")))
+    if family is not None and family.inner_size is not None:
+        return family.inner_size(config)
+    return int(config.get("intermediate_size") or 4 * config.get("hidden_size", 0))
 
 
 def layer_keys(config: ModelJson) -> tuple[LayerKeys, ...]:

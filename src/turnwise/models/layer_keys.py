@@ -41,6 +41,13 @@ def gemma4_keys(config: Mapping[str, Any]) -> tuple[LayerKeys, ...]:
     return tuple(found)
 
 
+def gemma4_inner_size(config: Mapping[str, Any]) -> int:
+    """Width of the MLP's hidden layer, the mean over the layers: it may be twice as wide where keys are shared."""
+    size, count = int(config.get("intermediate_size") or 9216), int(config.get("num_hidden_layers") or 0)
+    wide = int(config.get("num_kv_shared_layers") or 0) if config.get("use_double_wide_mlp") else 0
+    return size + -(-size * wide // max(1, count))
+
+
 def _gemma4_heads(config: Mapping[str, Any], index: int, kind: str) -> tuple[int, int]:
     """KV heads of a layer and their size. Published configs have settings for all global layers; those that
     transformers writes have what is special about each layer."""

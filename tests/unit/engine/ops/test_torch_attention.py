@@ -30,11 +30,9 @@ def test_few_scores_at_a_time_give_the_same_attention_and_gradients(
 def test_no_block_has_more_scores_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_attention, "MOST_SCORES", 500)
     sizes: list[int] = []
-    scores = torch_attention._scores
+    cap = torch_attention.cap
     monkeypatch.setattr(
-        torch_attention,
-        "_scores",
-        lambda q, k, *rest: (sizes.append(q.shape[1] * q.shape[2] * k.shape[2]), scores(q, k, *rest))[1],
+        torch_attention, "cap", lambda scores, rule: (sizes.append(scores.numel()), cap(scores, rule))[1]
     )
     side = torch.randn(1, 2, 60, 8)
     torch_attention.slice_forward(side, side, side, True, AttentionRule(0.3))
