@@ -97,7 +97,7 @@ def test_every_family_computes_and_learns_what_transformers_and_peft_do_on_a_gpu
 def test_the_plan_counts_what_the_engine_makes_of_every_family(tmp_path: Path) -> None:
     for family in sorted(FAMILIES):
         directory = make_model(small_config(family), tmp_path / family)
-        engine = Engine(directory, CPU.model_copy(update={"kv_cache_gib": 0.01}), name=family)
+        engine = Engine(directory, CPU.model_copy(update={"kv_cache_gib": 0.01, "self_test": False}), name=family)
         facts = read_facts(directory)
         flags = {"train_mlp": "mlp" in {linear_kind(name) for name in engine.model.shapes}}
         model = ModelConfig.model_validate({"rank": 3, **flags})

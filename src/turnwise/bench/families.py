@@ -15,6 +15,7 @@ without a cache; we run sequences of different lengths together.
 from __future__ import annotations
 
 import argparse
+import copy
 import tempfile
 import time
 import warnings
@@ -221,7 +222,7 @@ class _Pair:
         except ImportError as cause:
             raise ConfigError("this bench compares with PEFT; install it: pip install 'turnwise[peft]'") from cause
         with _without_remarks():
-            return PeftModel.from_pretrained(self._load_plain(), directory)
+            return PeftModel.from_pretrained(copy.deepcopy(self.plain), directory)
 
     def _datums(self, sequences: Sequence[Ids] | None = None) -> list[Datum]:
         chosen = self.sequences if sequences is None else sequences
