@@ -64,7 +64,12 @@ def test_the_plan_counts_matrices_and_cache_as_the_engine_makes_them(name: str, 
 
 
 def test_layers_that_share_keys_have_one_cache() -> None:
-    config = {"num_hidden_layers": 7, "num_kv_shared_layers": 3, "head_dim": 8, "num_key_value_heads": 2}
+    config: dict[str, Any] = {
+        "num_hidden_layers": 7,
+        "num_kv_shared_layers": 3,
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+    }
     config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"] * 2 + ["sliding_attention"]
     local, whole = (2, 8), (2, 512)
     sources = [(local, 0), (whole, 1), (local, 2), (local, 3), (whole, 1), (local, 3), (whole, 1)]
