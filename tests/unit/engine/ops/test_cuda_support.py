@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from turnwise.engine.ops import cuda_support
 from turnwise.engine.ops.cuda_support import fits_flash, has_triton, triton_decode
 
 
@@ -42,3 +43,8 @@ def test_flash_attention_takes_multiples_of_eight_up_to_256(
     assert [record.message for record in caplog.records] == (
         [] if is_taken else [f"heads of {head_size}: flash attention does not take them, dense attention runs, slower"]
     )
+
+
+def test_heads_that_the_decode_kernel_cannot_hold_are_decoded_by_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_support, "has_triton", lambda: True)
+    assert triton_decode(512) is None
