@@ -42,9 +42,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def turnwise_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The session's `TURNWISE_HOME`; a test that changes the store takes `own_home` instead."""
+def turnwise_home(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Path]:
+    """The session's `TURNWISE_HOME`; a test that changes the store takes `own_home` instead.
+
+    Compiled kernels are shared by all sessions: a file's name is the hash of all that it is made of.
+    """
     home = tmp_path_factory.mktemp("turnwise_home")
+    kernels = pytestconfig.rootpath / ".pytest_cache" / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (home / "kernels").symlink_to(kernels, target_is_directory=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TURNWISE_HOME", str(home))
         yield home

@@ -27,7 +27,7 @@ from turnwise.engine.ops.facts import DEVICES, GIB, DeviceFacts
 from turnwise.envs.registry import ADAPTERS, SHIPPED_WORLDS, get_world, load_target
 from turnwise.methods.lookup import SHIPPED
 from turnwise.methods.options import FreeLoss, MethodOptions, PolicyTerms
-from turnwise.models.families import FAMILIES
+from turnwise.models.families import supported_types
 
 DOCS = Path(__file__).resolve().parents[1]
 COMMAND = "python docs/site/pages.py"
@@ -204,7 +204,7 @@ def support_page() -> str:
         "",
         "## Model families",
         "",
-        f"{len(FAMILIES)} values of `model_type`: {' '.join(f'`{name}`' for name in sorted(FAMILIES))}.",
+        f"{len(supported_types())} values of `model_type`: {' '.join(f'`{name}`' for name in supported_types())}.",
         "[Models](models.md) says what is adapted in each, and which models are refused.",
     ]
     return "\n".join(lines) + "\n"

@@ -19,6 +19,7 @@ from turnwise.engine.ops import bitwise_for_device
 from turnwise.engine.ops.interface import AttentionRule
 from turnwise.engine.sampling.kvcache import KvCache, KvShape
 from turnwise.engine.training.pack import pack
+from turnwise.models.layer_keys import LayerKeys
 
 pytestmark = pytest.mark.gpu
 
@@ -97,7 +98,7 @@ def test_attention_has_the_same_bits_decoded_read_and_trained(
     shared, _ = attention.tree_forward(wide_query, wide_key, wide_value, tree.plan, rule)
     assert torch.equal(shared[:, index], out)
 
-    shape = KvShape(num_layers=1, num_kv_heads=kv_heads, head_size=size, windows=(None,), group_of=(0,))
+    shape = KvShape(keys=(LayerKeys(kv_heads, size, 0),))
     cache = KvCache(shape, [64], block, dtype, CUDA)
     blocks = np.random.default_rng(0).permutation(64)[: -(-length // block)]
     slots = torch.from_numpy(blocks[np.arange(length) // block] * block + np.arange(length) % block).to(CUDA)

@@ -26,6 +26,7 @@ from turnwise.engine.ops.interface import (
 )
 from turnwise.engine.ops.torch_attention import merge
 from turnwise.engine.sampling.kvcache import KvCache, KvShape
+from turnwise.models.layer_keys import LayerKeys
 from turnwise.types import Datum, ModelInput
 
 pytestmark = pytest.mark.gpu
@@ -257,7 +258,7 @@ def test_attention_of_few_rows_equals_plain_torch_and_fills_the_cache(
     slots = table.gather(1, positions[:, None] // block)[:, 0].long() * block + positions % block
     found = []
     for run_step in (plain_attention, triton_rows.attend):
-        shape = KvShape(1, kv_heads, size)
+        shape = KvShape((LayerKeys(kv_heads, size, 0),))
         cache = KvCache(shape, [rows * width], block, torch.bfloat16, torch.device("cuda"))
         for index, side in enumerate(cache.layer(0)):
             side.copy_(rand(*side.shape, dtype=torch.bfloat16, seed=7 + index))

@@ -107,29 +107,6 @@ def test_bad_data_is_refused_and_the_learners_go_on(engines: tuple[Engine, Repli
     assert train(two, trainable, "grpo", 1)[0]["grad_norm"] > 0
 
 
-def test_a_learner_that_dies_is_named_and_nothing_hangs(model_dirs: dict[str, Path]) -> None:
-    threads = torch.get_num_threads()
-    others = processes_below(os.getpid())
-    cluster = ClusterConfig(learners=2, deadline_s=120, max_restarts=0)
-    engine = ReplicatedEngine(model_dirs["llama"], CONFIG, cluster, name="two")
-    try:
-        trainable = create(engine, "lora")
-        before = trainable.flat.clone()
-        run(engine.forward_backward(trainable, TREES, "importance_sampling", None))
-        (learner,) = processes_below(os.getpid()) - others
-        os.kill(learner, signal.SIGKILL)
-        why = rf"learner 1 \(process {learner}\).*ended with exit code -9. The last checkpoint is kept; resume the run"
-        with pytest.raises(LearnerError, match=why):
-            engine.optim_step(trainable, STEP)
-        assert torch.equal(trainable.flat, before), "no half of a step"
-        with pytest.raises(LearnerError, match="learner 1"):
-            run(engine.forward_backward(trainable, TREES, "importance_sampling", None))
-    finally:
-        engine.close()
-        torch.set_num_threads(threads)
-    assert processes_below(os.getpid()) - others == set()
-
-
 class AbsentPeer:
     """A learner that has loaded its model, and never comes to meet the others."""
 
@@ -170,77 +147,65 @@ def test_learners_that_do_not_meet_are_told_with_the_seconds_that_they_had(
         torch.set_num_threads(threads)
 
 
-def test_a_learner_that_dies_while_it_starts_again_is_started_once_more(model_dirs: dict[str, Path]) -> None:
-    threads, others = torch.get_num_threads(), processes_below(os.getpid())
-    engine = ReplicatedEngine(model_dirs["llama"], CONFIG, ClusterConfig(learners=2, deadline_s=120), name="two")
+def test_a_step_in_which_learners_die_ends_where_one_process_ends(
+    model_dirs: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One dies while it starts again, too; the last one that is lost is named, and nothing hangs."""
+    threads = torch.get_num_threads()
+    others = processes_below(os.getpid())
+    cluster = ClusterConfig(learners=2, deadline_s=120, max_restarts=4)
+    engine = ReplicatedEngine(model_dirs["llama"], CONFIG, cluster, name="two")
     alone = Engine(model_dirs["llama"], CONFIG, name="one")
 
-    def kill_beside(known: set[int]) -> int:
-        """Kill a learner as soon as one is there that is not known: it has not loaded its model by then."""
+    def kill(known: set[int]) -> int:
+        """Kill a learner as soon as one is there that is not known: a new one has not loaded its model by then."""
         while not (found := processes_below(os.getpid()) - known):
             time.sleep(0.01)
         (learner,) = found
         os.kill(learner, signal.SIGKILL)
         return learner
 
-    try:
-        pair = [(one, create(one, "lora")) for one in (alone, engine)]
-        for one, trainable in pair:
-            run(one.forward_backward(trainable, TREES, "importance_sampling", None))
-        first = kill_beside(others)
-        killer = threading.Thread(target=kill_beside, args=({*others, first},))
+    def kill_with_successor() -> threading.Thread:
+        killer = threading.Thread(target=kill, args=({*others, kill(others)},))
         killer.start()
-        for one, trainable in pair:
-            one.optim_step(trainable, STEP)
-        killer.join()
-        assert engine.num_restarts == 2
-        assert relative_error(pair[1][1].flat, pair[0][1].flat) < 1e-5
-    finally:
-        engine.close()
-        alone.close()
-        torch.set_num_threads(threads)
+        return killer
 
-
-def test_a_step_in_which_learners_die_ends_where_one_process_ends(
-    model_dirs: dict[str, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    threads = torch.get_num_threads()
-    others = processes_below(os.getpid())
-    engine = ReplicatedEngine(model_dirs["llama"], CONFIG, ClusterConfig(learners=2, deadline_s=120), name="two")
-    alone = Engine(model_dirs["llama"], CONFIG, name="one")
-
-    def kill() -> None:
-        (learner,) = processes_below(os.getpid()) - others
-        os.kill(learner, signal.SIGKILL)
-
-    def step(one: Engine, policy: Trainable, critic: Trainable, *deaths: str) -> None:
+    def step(one: Engine, policy: Trainable, critic: Trainable, death: str) -> None:
         for number, half in enumerate((TREES[:3], TREES[3:])):  # accumulated: a death loses the gradient of both
             work = one.forward_backward(policy, half, "importance_sampling", None)
             next(work, None)
-            _ = kill() if f"in pass {number}" in deaths else None
+            _ = kill(others) if death == f"in pass {number}" else None
             run(work)
         run(one.forward_backward(critic, BATCHES["critic"][0], "value", {"value_clip": 0.2}))
-        _ = kill() if "before the step" in deaths else None
+        killer = kill_with_successor() if death == "before the step" else None
         one.optim_step(policy, STEP)
-        _ = kill() if "between the steps" in deaths else None
+        _ = killer.join() if killer is not None else None
+        _ = kill(others) if death == "between the steps" else None
         one.optim_step(critic, STEP)
 
     try:
         pairs = [(create(one, "lora"), create(one, "critic")) for one in (alone, engine)]
-        for deaths in ((), ("in pass 1",), ("before the step",), ("between the steps",)):
-            step(alone, *pairs[0])
-            step(engine, *pairs[1], *deaths)
-        assert engine.num_restarts == 3
+        for death in ("", "in pass 1", "before the step", "between the steps"):
+            step(alone, *pairs[0], "")
+            step(engine, *pairs[1], death)
+        assert engine.num_restarts == 4
         warned = [record.getMessage() for record in caplog.records]
-        assert len(warned) == 3
+        assert len(warned) == 4
         assert all("the run goes on" in one and "resume" not in one for one in warned), "the run was not given up"
         for expected, found in zip(*pairs, strict=True):
             assert found.num_steps == expected.num_steps == 4
             assert relative_error(found.flat, expected.flat) < 1e-5
             assert relative_error(found.exp_avg, expected.exp_avg) < 1e-5
-        kill()
-        with pytest.raises(LearnerError, match=r"resume the run; .* 3 times"):  # the fourth time is one too many
-            run(engine.forward_backward(pairs[1][0], TREES, "importance_sampling", None))
+        policy = pairs[1][0]
+        before = policy.flat.clone()
+        run(engine.forward_backward(policy, TREES, "importance_sampling", None))
+        learner = kill(others)
+        why = rf"learner 1 \(process {learner}\).*ended with exit code -9. The last checkpoint is kept; resume the run"
+        with pytest.raises(LearnerError, match=rf"{why}; .* 4 times"):  # the fifth time is one too many
+            engine.optim_step(policy, STEP)
+        assert torch.equal(policy.flat, before), "no half of a step"
+        with pytest.raises(LearnerError, match="learner 1"):
+            run(engine.forward_backward(policy, TREES, "importance_sampling", None))
     finally:
         engine.close()
         alone.close()

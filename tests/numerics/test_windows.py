@@ -36,6 +36,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"layer_types": MIXED, "logit_scale": 0.3},
     "gemma2": {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     "gemma3_text": {"layer_types": MIXED, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0},
+    "gemma4_text": {
+        "layer_types": MIXED,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0,
+    },
     "gpt_oss": {"layer_types": MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mistral": {},
     "mixtral": {"num_local_experts": 4},

@@ -15,6 +15,7 @@ without a cache; we run sequences of different lengths together.
 from __future__ import annotations
 
 import argparse
+import copy
 import tempfile
 import time
 import warnings
@@ -28,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from turnwise.bench.drive import finish
 from turnwise.bench.family_page import Differences, FamilyRow, replace_tables
@@ -36,7 +36,7 @@ from turnwise.bench.family_samples import VOCAB, FamilySample, family_samples, w
 from turnwise.bench.report import machine
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
-from turnwise.engine.model.load import without_progress_bars
+from turnwise.engine.model.load import without_progress_bars, without_remarks
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.families import FAMILIES, has_stretched_angles
@@ -88,13 +88,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Without bars, and without remarks on configs that are too small to be true."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with without_progress_bars():
-            yield
-    finally:
-        transformers_logging.set_verbosity(level)
+    with without_remarks(), without_progress_bars():
+        yield
 
 
 def compare_all(samples: Sequence[FamilySample], settings: EngineConfig) -> tuple[list[FamilyRow], dict[str, str]]:
@@ -227,7 +222,7 @@ class _Pair:
         except ImportError as cause:
             raise ConfigError("this bench compares with PEFT; install it: pip install 'turnwise[peft]'") from cause
         with _without_remarks():
-            return PeftModel.from_pretrained(self._load_plain(), directory)
+            return PeftModel.from_pretrained(copy.deepcopy(self.plain), directory)
 
     def _datums(self, sequences: Sequence[Ids] | None = None) -> list[Datum]:
         chosen = self.sequences if sequences is None else sequences

@@ -7,14 +7,14 @@ that only some models of a family have (a window, a rotation) gets a further mod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-from turnwise.models.families import FAMILIES
+from turnwise.models.families import COMPOSITES, FAMILIES
 
 VOCAB = 97
 SHAPE: dict[str, Any] = {
@@ -41,6 +41,21 @@ EXPERTS: dict[str, Any] = {
 WITHOUT_GROUPS = ("gpt_neox", "opt", "persimmon", "phi")
 """Families with as many key heads as query heads."""
 MIXED_LAYERS = ["sliding_attention", "full_attention"]
+GEMMA4: dict[str, Any] = {
+    "sliding_window": 21,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "layer_types": MIXED_LAYERS,
+    "final_logit_softcapping": 9.0,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 0,
+}
+_EYE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+EYES: dict[str, dict[str, Any]] = {
+    "gemma4": {"vision_config": {**_EYE, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}},
+    "gemma4_unified": {"vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 32}},
+}
+"""What models that read images have beside their language model."""
 OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": None, "n_group": 1, "topk_group": 1},
     "cohere2": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
@@ -48,6 +63,8 @@ OWN: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
     "gemma2": {"sliding_window": 21, "head_dim": 8, "final_logit_softcapping": 9.0, "attn_logit_softcapping": 6.0},
     "gemma3_text": {"sliding_window": 21, "head_dim": 8, "layer_types": MIXED_LAYERS},
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "gpt_oss": {"sliding_window": 21, "head_dim": 8},
     "granite": {"logits_scaling": 3.0},
     "granite_swa": {"sliding_window": 21, "logits_scaling": 3.0, "layer_types": MIXED_LAYERS},
@@ -80,6 +97,9 @@ class FamilySample:
     """`engine.context_length`"""
 
     def config(self) -> PretrainedConfig:
+        if self.model_type in COMPOSITES:
+            text = replace(self, model_type=COMPOSITES[self.model_type]).config()
+            return CONFIG_MAPPING[self.model_type](text_config=text.to_dict(), **EYES[self.model_type])
         left_out = ("num_key_value_heads",) if self.model_type in WITHOUT_GROUPS else ()
         shape = {key: value for key, value in SHAPE.items() if key not in left_out}
         return CONFIG_MAPPING[self.model_type](**{**shape, **EXPERTS, **OWN.get(self.model_type, {}), **self.settings})
@@ -135,6 +155,29 @@ VARIANTS: Sequence[FamilySample] = (
         settings={**_long_rope(30), "sliding_window": 21},
         context_length=256,
     ),
+    FamilySample(name="gemma4", model_type="gemma4"),
+    FamilySample(name="gemma4_unified", model_type="gemma4_unified"),
+    FamilySample(
+        name="gemma4_text, keys as values",
+        model_type="gemma4_text",
+        settings={"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    FamilySample(
+        name="gemma4_text, shared keys",
+        model_type="gemma4_text",
+        settings={
+            "num_hidden_layers": 4,
+            "layer_types": MIXED_LAYERS * 2,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 24,  # a norm divides by what these gates let through: few make large errors
+            "use_double_wide_mlp": True,
+        },
+    ),
+    FamilySample(
+        name="gemma4_text, experts",
+        model_type="gemma4_text",
+        settings={"enable_moe_block": True, "top_k_experts": 2},
+    ),
     FamilySample(name="mistral, window", model_type="mistral", settings={"sliding_window": 21}),
     FamilySample(name="phi3, window", model_type="phi3", settings={"sliding_window": 21}),
     FamilySample(name="llama, GELU", model_type="llama", settings={"hidden_act": "gelu"}),
@@ -160,5 +203,10 @@ def write_model(config: PretrainedConfig, directory: Path, spread: float = 0.12)
                 parameter.normal_(0, spread)
             elif "bias" in name:
                 parameter.normal_(0, 0.1)
+            elif name.endswith("q_norm.weight") and config.model_type.startswith("gemma4"):
+                parameter.fill_(8**-0.5)  # scores are not divided by the root of the head size: trained norms do that
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
     model.save_pretrained(directory)
     return directory

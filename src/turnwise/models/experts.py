@@ -47,6 +47,8 @@ class ExpertSpec:
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configs call the number of experts; one family may use two of the names."""
+CHOSEN = ("top_k_experts", "num_experts_per_tok", "moe_k")
+"""What configs call the number of experts that a token uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +64,19 @@ class ExpertReader:
     """`norm_topk_prob` of a config that does not say."""
     has_dense_layers: bool = False
     """Whether some layers may have an ordinary MLP."""
+    switch: str = ""
+    """A setting without which a model has no experts; empty: their number says it."""
 
     def read(self, config: Mapping[str, Any]) -> ExpertSpec | None:
         """None for a model without routed experts."""
         num_experts = int(next((config[name] for name in COUNTS if config.get(name)), 0))
-        if not num_experts:
+        if not num_experts or (self.switch and not config.get(self.switch)):
             return None
         inner = int(config.get(self.inner) or 0)
         shared = int(config.get(self.shared) or 0)
         return ExpertSpec(
             num_experts=num_experts,
-            num_chosen=int(config.get("num_experts_per_tok") or config.get("moe_k") or 1),
+            num_chosen=int(next((config[name] for name in CHOSEN if config.get(name)), 1)),
             inner_size=inner,
             shared_size=shared if self.shared.endswith("_size") else shared * inner,
             has_shared_gate=self.has_shared_gate,

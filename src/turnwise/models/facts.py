@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,18 +22,29 @@ from turnwise.models.families import (
     describe_block,
     describe_experts,
     has_stretched_angles,
+    inner_size,
+    language_config,
+    layer_keys,
     layer_windows,
     logit_rule,
 )
+from turnwise.models.layer_keys import LayerKeys
 from turnwise.models.linears import LoraTargets, Shape, adapted_linears, check_kinds
 
 HEADS = ("lm_head.weight", "embed_out.weight")
-EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "gpt_neox.embed_in.weight")
+EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.decoder.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "gpt_neox.embed_in.weight",
+)
 """Names of the embedding; it is the head's matrix too where the two are tied."""
-_LAYER = r"^(?P<layer>.*\.layers\.\d+)\.(mlp|block_sparse_moe)\."
+LANGUAGE_MODEL = "language_model"
+"""The name of the language model inside a model that reads more than text."""
+_LAYER = r"^(?P<layer>.*\.layers\.\d+)\.(?P<parent>mlp\.|block_sparse_moe\.|)"
 _EXPERT = re.compile(_LAYER + r"(experts\.|(input|output)_linear)")
 _DOWN = re.compile(r"\.(down_proj|w2|output_linear)(\.weight)?$")
-_ROUTER = re.compile(_LAYER + r"(gate|router)\.(layer\.)?weight$")
+_ROUTER = re.compile(_LAYER + r"(gate|router)\.(layer\.|proj\.)?weight$")
 """Names of experts and routers in files; some keep one matrix per expert, some all experts of a layer in one tensor."""
 
 
@@ -44,13 +55,15 @@ class ModelSizes:
     num_layers: int
     hidden_size: int
     inner_size: int
-    """Width of the MLP's hidden layer."""
+    """Width of the MLP's hidden layer; the mean, where layers differ."""
     num_heads: int
     num_kv_heads: int
     head_size: int
     vocab_size: int
     windows: tuple[int | None, ...] = ()
     """[layers] how many positions each layer sees; None: all of them."""
+    keys: tuple[LayerKeys, ...] = ()
+    """[layers] the keys and values of each layer; empty: `num_kv_heads` of `head_size` in every layer."""
     logits: LogitRule = PLAIN_LOGITS
     block: BlockSpec | None = None
     """What a decoder block is; None where only transformers' code knows."""
@@ -64,12 +77,13 @@ class ModelSizes:
         return cls(
             num_layers=config.get("num_hidden_layers", 0),
             hidden_size=hidden_size,
-            inner_size=config.get("intermediate_size") or 4 * hidden_size,
+            inner_size=inner_size(config),
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_size=config.get("head_dim") or hidden_size // num_heads,
             vocab_size=vocab_size,
             windows=layer_windows(config),
+            keys=layer_keys(config),
             logits=logit_rule(config),
             block=describe_block(config),
             experts=describe_experts(config),
@@ -83,9 +97,30 @@ class ModelSizes:
         return self.inner_size if spec is None else spec.num_chosen * spec.inner_size + spec.shared_size
 
     @property
+    def layer_keys(self) -> tuple[LayerKeys, ...]:
+        """[layers] the keys and values of each layer."""
+        alike = (LayerKeys(self.num_kv_heads, self.head_size, layer) for layer in range(self.num_layers))
+        return self.keys or tuple(alike)
+
+    @property
+    def largest_head(self) -> int:
+        """The largest size of a head in any layer."""
+        return max((own.head_size for own in self.keys), default=self.head_size)
+
+    @property
+    def query_size(self) -> int:
+        """Numbers in a token's queries in one layer; the mean, rounded up, where layers differ."""
+        return self._mean([self.num_heads * own.head_size for own in self.layer_keys])
+
+    @property
+    def key_size(self) -> int:
+        """Numbers in a token's keys in one layer; the mean over all layers, rounded up, where layers differ."""
+        return self._mean(self._own_key_sizes)
+
+    @property
     def kv_values_per_token(self) -> int:
         """Keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size
+        return 2 * sum(self._own_key_sizes)
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
@@ -95,8 +130,18 @@ class ModelSizes:
 
     def kv_group_values(self, window: int | None) -> int:
         """Keys and values per token of the layers with this window."""
-        num_layers = self.windows.count(window) if window in self.windows else self.num_layers
-        return 2 * num_layers * self.num_kv_heads * self.head_size
+        if window not in self.windows:
+            return self.kv_values_per_token
+        return 2 * sum(size for size, own in zip(self._own_key_sizes, self.windows, strict=True) if own == window)
+
+    @property
+    def _own_key_sizes(self) -> list[int]:
+        """[layers] numbers in a token's keys; 0 for a layer that reads those of another one."""
+        layers = enumerate(self.layer_keys)
+        return [own.num_heads * own.head_size if own.source == layer else 0 for layer, own in layers]
+
+    def _mean(self, sizes: Sequence[int]) -> int:
+        return -(-sum(sizes) // max(1, self.num_layers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +210,9 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
         raise ModelError(f"{directory} cannot be read as a model: {cause}") from cause
     if runs_here:
         check_supported(config)
-    config = config.get("text_config", config)
+    if (text := language_config(config)) is not config:
+        shapes = {name: shape for name, shape in shapes.items() if not is_outside_language(name)}
+    config = config.get("text_config", config) if text is config else text
     linears = {n.removesuffix(".weight"): Shape(s[0], s[1]) for n, s in shapes.items() if _is_linear(n, s)}
     frozen = _add_experts(linears, shapes, describe_experts(config), config.get("hidden_size", 0))
     head = next((n for n in (*HEADS, *EMBEDDINGS) if n in shapes), None)
@@ -185,6 +232,11 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
         angle_switch=switch,
         has_other_angles=switch is not None or has_stretched_angles(config, context),
     )
+
+
+def is_outside_language(name: str) -> bool:
+    """Whether a weight of a model that reads more than text is not its language model's."""
+    return not name.startswith((*HEADS, f"model.{LANGUAGE_MODEL}."))
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
@@ -209,22 +261,23 @@ def _add_experts(
         counts = {"routed experts": experts, "routers": routers}
         return {what: count for what, found in counts.items() if (count := _count(found))}
     for name in experts:
-        layer = _layer_of(name, _EXPERT)
+        layer = _place_in_layer(name, _EXPERT)
         if _DOWN.search(name):
             sizes = (spec.num_experts, spec.num_chosen)
-            linears[f"{layer}.mlp.experts.gate_up_proj"] = Shape(2 * spec.inner_size, hidden, *sizes)
-            linears[f"{layer}.mlp.experts.down_proj"] = Shape(hidden, spec.inner_size, *sizes)
+            linears[f"{layer}experts.gate_up_proj"] = Shape(2 * spec.inner_size, hidden, *sizes)
+            linears[f"{layer}experts.down_proj"] = Shape(hidden, spec.inner_size, *sizes)
     if not spec.is_routable and routers:
         frozen["routers"] = _count(routers)
     else:
-        linears.update({f"{_layer_of(n, _ROUTER)}.mlp.gate": Shape(s[0], s[1]) for n, s in routers.items()})
+        linears.update({f"{_place_in_layer(n, _ROUTER)}gate": Shape(s[0], s[1]) for n, s in routers.items()})
     return frozen
 
 
-def _layer_of(name: str, pattern: re.Pattern[str]) -> str:
+def _place_in_layer(name: str, pattern: re.Pattern[str]) -> str:
+    """What stands before the name of experts or routers in our models: all but one family keep them in the MLP."""
     found = pattern.search(name)
     assert found is not None, "the caller has looked"
-    return found["layer"]
+    return f"{found['layer']}.{'mlp.' if found['parent'] else ''}"
 
 
 def _count(shapes: Mapping[str, list[int]]) -> int:

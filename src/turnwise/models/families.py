@@ -20,6 +20,7 @@ from typing import Any
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.blocks import BlockSpec, LogitRule
 from turnwise.models.experts import ExpertReader, ExpertSpec
+from turnwise.models.layer_keys import LayerKeys, gemma4_inner_size, gemma4_keys, gemma4_kinds
 from turnwise.models.refused import ENCODER_DECODER, REFUSED, SEVERAL_INPUTS
 
 ModelJson = Mapping[str, Any]
@@ -43,6 +44,12 @@ class Family:
     """Which layers have the window where the config does not say, repeated: L (local) has it, G (global) has none."""
     window_start: int | None = None
     """`max_window_layers` where the config does not say: the layers before it have no window. None: no such setting."""
+    kinds: Callable[[ModelJson], Sequence[str]] | None = None
+    """Which layers have the window, where neither `layer_types` nor the pattern says it."""
+    keys: Callable[[ModelJson], tuple[LayerKeys, ...]] | None = None
+    """The keys and values of each layer; None: all layers have heads of one size, and keys of their own."""
+    inner_size: Callable[[ModelJson], int] | None = None
+    """Width of the MLP's hidden layer, the mean over the layers; None: `intermediate_size`."""
     logits: Callable[[ModelJson], LogitRule] | None = None
     """What becomes of the head's product; None: nothing."""
     settings: frozenset[str] = frozenset()
@@ -88,6 +95,13 @@ def capped_logits(config: ModelJson) -> LogitRule:
     return LogitRule(softcap=config.get("final_logit_softcapping"))
 
 
+_GEMMA4: dict[str, Any] = {
+    "kinds": gemma4_kinds,
+    "keys": gemma4_keys,
+    "inner_size": gemma4_inner_size,
+    "logits": capped_logits,
+    "settings": frozenset({"final_logit_softcapping"}),
+}
 _CAPS = frozenset({"final_logit_softcapping", "attn_logit_softcapping"})
 _FINAL_CAP = frozenset({"final_logit_softcapping"})
 _COHERE = {"logits": scaled_logits("logit_scale"), "settings": frozenset({"logit_scale"})}
@@ -121,6 +135,13 @@ FAMILIES: dict[str, Family] = {
             logits=capped_logits,
             settings=_FINAL_CAP,
         ),
+        Family(
+            model_type="gemma4_text",
+            default_window=512,
+            experts=ExpertReader(shared="intermediate_size", switch="enable_moe_block"),
+            **_GEMMA4,
+        ),
+        Family(model_type="gemma4_unified_text", default_window=1024, **_GEMMA4),
         Family(model_type="glm"),
         Family(model_type="glm4"),
         Family(model_type="glm4_moe", experts=SIGMOID_EXPERTS),
@@ -175,6 +196,21 @@ FAMILIES: dict[str, Family] = {
 """The families whose results were compared with transformers', by `model_type`."""
 
 
+COMPOSITES: Mapping[str, str] = {"gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
+"""Models that read images and sound too, and the family of their language model, which is trained alone."""
+
+
+def supported_types() -> list[str]:
+    """Every `model_type` that is let in."""
+    return sorted([*FAMILIES, *COMPOSITES])
+
+
+def language_config(config: ModelJson) -> ModelJson:
+    """What a config says of the language model: all of it, but for a model that reads more than text."""
+    family = COMPOSITES.get(str(config.get("model_type", "")))
+    return config if family is None else {"model_type": family, **(config.get("text_config") or {})}
+
+
 def add_family(family: Family) -> None:
     """Allow models of one more `model_type`. Compare its results with transformers' before you add it."""
     if family.model_type in FAMILIES:
@@ -194,6 +230,20 @@ def describe_block(config: ModelJson) -> BlockSpec | None:
     return None if family is None or family.describe is None else family.describe(config)
 
 
+def inner_size(config: ModelJson) -> int:
+    """Width of the MLP's hidden layer; the mean, where layers differ."""
+    family = FAMILIES.get(str(config.get("model_type", "")))
+    if family is not None and family.inner_size is not None:
+        return family.inner_size(config)
+    return int(config.get("intermediate_size") or 4 * config.get("hidden_size", 0))
+
+
+def layer_keys(config: ModelJson) -> tuple[LayerKeys, ...]:
+    """[layers] the keys and values of each layer; empty where all layers have heads of one size."""
+    family = FAMILIES.get(str(config.get("model_type", "")))
+    return () if family is None or family.keys is None else family.keys(config)
+
+
 def layer_windows(config: ModelJson) -> tuple[int | None, ...]:
     """[layers] how many positions each layer sees, its own included; None where it sees all that a context holds."""
     family = FAMILIES.get(str(config.get("model_type", "")), Family(model_type=""))
@@ -203,7 +253,7 @@ def layer_windows(config: ModelJson) -> tuple[int | None, ...]:
         return (None,) * num_layers
     if window >= (config.get("max_position_embeddings") or window + 1):
         return (None,) * num_layers
-    kinds = config.get("layer_types")
+    kinds = config.get("layer_types") if family.kinds is None else family.kinds(config)
     if kinds is None:
         pattern = config.get("sliding_window_pattern") or family.window_pattern
         pattern = "L" * (pattern - 1) + "G" if isinstance(pattern, int) else pattern
@@ -237,6 +287,7 @@ _CHECKED_SETTINGS = (
 
 def check_supported(config: ModelJson) -> None:
     """Refuse a model that would fail here, or be wrong, by what its config.json says."""
+    config = language_config(config)
     name = str(config.get("model_type", ""))
     if name in REFUSED:
         raise ModelError(_unknown_family(name, config))
@@ -251,7 +302,7 @@ def check_supported(config: ModelJson) -> None:
         raise ModelError(
             f"{name} uses {', '.join(sorted(kinds))} layers; only full_attention and sliding_attention are supported"
         )
-    if config.get("use_bidirectional_attention"):
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # text is read in one direction
         raise ModelError(f"{name} sets use_bidirectional_attention; only attention to what came before is supported")
     family = FAMILIES.get(name, Family(model_type=name))
     for setting in _CHECKED_SETTINGS:
@@ -274,7 +325,7 @@ def _unknown_family(name: str, config: ModelJson) -> str:
     elif reason is None and "text_config" in config:
         reason = SEVERAL_INPUTS
     told = f"{name} is not supported: it {reason}" if reason else f"{name} is not among the supported families"
-    return f"{told}. Supported: {', '.join(sorted(FAMILIES))}"
+    return f"{told}. Supported: {', '.join(supported_types())}"
 
 
 def has_rope(config: ModelJson, kinds: Sequence[str]) -> bool:

@@ -63,6 +63,12 @@ ROUTERS = ("gate", "router")
 """Names of the modules that choose experts."""
 
 
+def can_be_adapted(name: str) -> bool:
+    """Whether an adapter can lie on a linear of this name: one of a layer, and not a part of what chooses experts."""
+    *parents, _ = name.split(".")
+    return ".layers." in f".{name}" and not set(ROUTERS) & set(parents)
+
+
 def linear_kind(name: str) -> str:
     """`attn`, `mlp`, `router` or `unembed`, told from a linear's dotted name in the model."""
     if ".layers." not in f".{name}":

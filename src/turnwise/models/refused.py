@@ -14,8 +14,7 @@ _STATE = (
 _BOTH_WAYS = "reads its text in both directions, so it does not write text from left to right"
 _SPARSE = "chooses which keys a token attends to (sparse attention), and the packed passes attend to all of them"
 
-_UNEQUAL_LAYERS = "has larger heads in some layers than in others, and the KV cache has one size for all layers"
-_SHARED_KEYS = "has layers that read the keys and values of another layer, and the KV cache keeps those of every layer"
+_STREAMS = "keeps several residual streams side by side (AltUp), and nobody compared that with transformers yet"
 
 _BY_REASON: Mapping[str, tuple[str, ...]] = {
     _OWN_ATTENTION: (
@@ -68,8 +67,7 @@ _BY_REASON: Mapping[str, tuple[str, ...]] = {
         "zamba",
         "zamba2",
     ),
-    _UNEQUAL_LAYERS: ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
-    _SHARED_KEYS: ("gemma3n", "gemma3n_text"),
+    _STREAMS: ("gemma3n", "gemma3n_text"),
     _SPARSE: ("axk2", "deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
     _BOTH_WAYS: ("bert", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta"),
     "attends twice in a layer with different values, and the KV cache keeps one of each": ("diffllama",),

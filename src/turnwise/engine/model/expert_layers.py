@@ -78,7 +78,8 @@ class ExpertLayer:
     def __init__(self, module: Any, name: str, holder: RouteHolder, num_chosen: int) -> None:
         self._module, self._holder = module, holder
         self._names = {"gate_up_name": f"{name}.gate_up_proj", "down_name": f"{name}.down_proj"}
-        is_plain = module.is_concatenated and getattr(module.config, "hidden_act", "silu") == "silu"
+        activation = getattr(module.config, "hidden_act", None) or getattr(module.config, "hidden_activation", "silu")
+        is_plain = module.is_concatenated and activation == "silu"
         is_plain = is_plain and type(module)._apply_gate.__name__ == "_default_apply_gate"
         self._gate = SwigluGate() if is_plain else OwnGate(module._apply_gate)
         self._num_chosen = num_chosen

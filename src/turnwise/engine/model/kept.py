@@ -36,7 +36,7 @@ def kept_tensors(sizes: ModelSizes, itemsize: int, rank: int, facts: DeviceFacts
     without head norms are rotated in place; otherwise the rotated query and key stand beside the projection.
     """
     block = sizes.block or BlockSpec()
-    query, key = sizes.num_heads * sizes.head_size, sizes.num_kv_heads * sizes.head_size
+    query, key = sizes.query_size, sizes.key_size
     rotates_in_place = facts.rotates_in_place and itemsize == FLOAT32_BYTES and block.head_norm == "none"
     activations = {
         "h": sizes.hidden_size,

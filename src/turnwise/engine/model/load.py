@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from turnwise.engine.model.logits import finish_logits
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
 from turnwise.engine.model.mixed import hold_mixed
 from turnwise.engine.model.recomputed_layers import RecomputedLayers
-from turnwise.engine.model.reference import END_LENGTH, Reference, SequenceStart, run_plainly
+from turnwise.engine.model.reference import END_LENGTH, Reference, SequenceStart, language_model, run_plainly
 from turnwise.engine.model.rotation import fix_rotation
 from turnwise.engine.model.routing import RecordedRouting
 from turnwise.engine.model.sharded import BASE_SOURCE, ShardedHead, ShardedWeights, ShardExchange, ShardLayout
@@ -33,6 +33,7 @@ from turnwise.errors import ConfigError, ModelError
 from turnwise.models.experts import ExpertSpec
 from turnwise.models.facts import ModelSizes
 from turnwise.models.families import (
+    COMPOSITES,
     angle_switch,
     check_supported,
     context_length,
@@ -40,7 +41,7 @@ from turnwise.models.families import (
     has_fixed_angles,
     has_stretched_angles,
 )
-from turnwise.models.linears import Shape
+from turnwise.models.linears import Shape, can_be_adapted
 
 RANDOM_FILE = "random_weights"
 """A directory with this file and a config.json stands for a model with random weights."""
@@ -68,10 +69,10 @@ class CausalModel:
             exchange: keeps a part of the weights only; the others are gathered over it.
         """
         device = ops.device
-        config = _read_config(directory)
-        check_supported(config.to_dict())
+        whole = _read_config(directory)
+        config = whole.get_text_config()
         host = torch.device("cpu") if exchange is not None else device
-        model = _load(directory, config, dtype) if not is_random(directory) else _draw(config, dtype, host)
+        model = _load(directory, whole, dtype) if not is_random(directory) else _draw(whole, dtype, host)
         self.config, self.arch = config, type(model).__name__
         self.device, self.dtype, self.ops = device, dtype, ops
         self.holder = RouteHolder()
@@ -94,7 +95,7 @@ class CausalModel:
         if not isinstance(head, LoraLinear):
             raise ModelError(f"{self.arch} has no linear output layer")
         self.head = head
-        self.body: nn.Module = model.base_model
+        self.body: nn.Module = language_model(model)
         self.vocab_size = int(self.head.out_features)
         self.sizes = ModelSizes.read(config.to_dict(), self.vocab_size)
         self._check_bitwise()
@@ -123,7 +124,7 @@ class CausalModel:
         """Compute the angles of all positions once, if the family has angles that do not depend on the sequence."""
         if has_fixed_angles(self.config.to_dict()):
             lengths = [length for length in (self.angle_switch, self.max_context_length) if length is not None]
-            fix_rotation(model.base_model, lengths, self.device)
+            fix_rotation(language_model(model), lengths, self.device)
 
     def _keep_part(self, exchange: ShardExchange) -> ShardLayout:
         """Let all weights go but this learner's part of each."""
@@ -150,7 +151,7 @@ class CausalModel:
 
     def _run_plainly(self, model: PreTrainedModel) -> Sequence[Reference]:
         """transformers' side of the self-test, with each set of angles that a sequence may have here."""
-        context, config = self.max_context_length, model.config.to_dict()
+        context, config = self.max_context_length, self.config.to_dict()
         at_end = SequenceStart(context - END_LENGTH, context - END_LENGTH + (self.angle_switch or 0))
         if has_stretched_angles(config, context):
             return (run_plainly(model, at_end),)
@@ -239,11 +240,13 @@ class CausalModel:
 def _read_layout(model: PreTrainedModel, head: LoraLinear, fused: FusedBody | None) -> WeightLayout:
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
+    body = language_model(model)
+    (name,) = (name for name, module in model.named_modules() if module is body)
     return WeightLayout(
         parameters,
         fused.groups if fused is not None else (),
         body=fused,
-        body_prefix=f"{model.base_model_prefix}.",
+        body_prefix=f"{name}.",
         head=(names[id(head.weight)], None if head.bias is None else names[id(head.bias)]),
     )
 
@@ -256,10 +259,15 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _read_config(directory: Path) -> PretrainedConfig:
+    """What transformers reads; of a model that reads more than text, the parts that do are left out."""
     try:
-        return AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as cause:
         raise ModelError(f"{directory} holds no model that transformers can read: {cause}") from cause
+    check_supported(config.to_dict())
+    if config.model_type in COMPOSITES:
+        config.vision_config = config.audio_config = None
+    return config
 
 
 @contextmanager
@@ -274,6 +282,17 @@ def without_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """Keep transformers from logging anything but errors in the block."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
 def is_random(directory: Path) -> bool:
     """Whether the directory has no weights, and says that they are drawn at random when the model is loaded."""
     return (directory / RANDOM_FILE).exists()
@@ -282,17 +301,22 @@ def is_random(directory: Path) -> bool:
 def _draw(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A model with random weights, made where it will run: for measurements of speed, without a large file."""
     torch.manual_seed(0)
-    experts = {"experts_implementation": EXPERTS_NAME} if describe_experts(config.to_dict()) is not None else {}
     with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME, **experts)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, **_implementations(config))
+
+
+def _implementations(config: PretrainedConfig) -> dict[str, str]:
+    """Our names for what transformers lets us replace."""
+    has_experts = describe_experts(config.get_text_config().to_dict()) is not None
+    return {"attn_implementation": ATTENTION_NAME} | ({"experts_implementation": EXPERTS_NAME} if has_experts else {})
 
 
 def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    experts = {"experts_implementation": EXPERTS_NAME} if describe_experts(config.to_dict()) is not None else {}
+    is_in_part = config.model_type in COMPOSITES  # transformers would list the weights that are left out
     try:
-        with without_progress_bars():
+        with without_progress_bars(), without_remarks() if is_in_part else nullcontext():
             model = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, **experts
+                directory, config=config, dtype=dtype, **_implementations(config)
             )
     except (OSError, ValueError) as cause:
         raise ModelError(f"cannot load {config.model_type} from {directory}: {cause}") from cause
@@ -302,10 +326,12 @@ def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreT
 
 
 def _wrap_linears(model: PreTrainedModel, holder: RouteHolder) -> dict[str, LoraLinear]:
-    """Replace every linear by one that can carry adapters, in place; keys are dotted names, as PEFT writes them."""
+    """Replace linears by ones that can carry adapters, in place; keys are dotted names, as PEFT writes them."""
     linears: dict[str, LoraLinear] = {}
+    head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:  # a subclass may compute something else, as PhiMoE's router does
+        is_adaptable = module is head or can_be_adapted(name)
+        if type(module) is nn.Linear and is_adaptable:  # a subclass may compute something else, as PhiMoE's router does
             parent, _, child = name.rpartition(".")
             wrapped = LoraLinear(module, name, holder)
             setattr(model.get_submodule(parent), child, wrapped)
@@ -332,9 +358,7 @@ def _adaptable_shapes(linears: Mapping[str, LoraLinear], experts: Sequence[Exper
 def _kv_shape(sizes: ModelSizes) -> KvShape:
     windows = sizes.kv_windows
     return KvShape(
-        num_layers=sizes.num_layers,
-        num_kv_heads=sizes.num_kv_heads,
-        head_size=sizes.head_size,
+        keys=sizes.layer_keys,
         windows=windows,
         group_of=tuple(windows.index(window) for window in sizes.windows),
     )
@@ -344,7 +368,7 @@ def _eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     generation = getattr(model, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
     if eos is None:
-        eos = model.config.eos_token_id
+        eos = model.config.get_text_config().eos_token_id
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)

@@ -30,7 +30,7 @@ def write_merged(adapter: Path, base: Path, out: Path) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is embedding.weight and lora.train_unembed:
         head.weight = nn.Parameter(head.weight.clone())
-        model.config.tie_word_embeddings = False
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
     matrices = {name: _find_matrix(model, name) for name in adapted_names(adapter)}
     known = {name: matrix for name, matrix in matrices.items() if matrix is not None}
     if len(known) < len(matrices):

@@ -1,7 +1,7 @@
 """A model with bfloat16 matrices and float32 activations, as a CPU with dot products of bfloat16 runs it.
 
 The matrices of products stay bfloat16: half the memory, and the products round their inputs (`ops/cpu_products.py`).
-So does the embedding, which is often the output head as well; what is looked up there is widened. Everything else is
+So do embeddings, of which one is often the output head as well; what is looked up there is widened. Everything else is
 widened: norms, biases, and routers, whose choice of experts should not depend on rounding.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from turnwise.engine.model.expert_layers import ExpertLayer
@@ -22,8 +22,7 @@ def hold_mixed(model: PreTrainedModel, linears: Mapping[str, LoraLinear], expert
     matrices = [linear.weight for linear in linears.values() if type(linear) is LoraLinear]
     matrices += [tensor for layer in experts for tensor in layer.own_tensors()]
     kept = {id(matrix) for matrix in matrices if _is_paired(matrix)}
-    embedding = model.get_input_embeddings()
-    if embedding is not None:
+    for embedding in (module for module in model.modules() if isinstance(module, nn.Embedding)):
         kept |= {id(parameter) for parameter in embedding.parameters(recurse=False)}
         embedding.register_forward_hook(lambda _module, _inputs, output: output.float())
     with torch.no_grad():

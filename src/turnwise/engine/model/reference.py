@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from turnwise.engine.model.trace import LAST_NORM, Trace, find_layers, traced
+from turnwise.models.facts import LANGUAGE_MODEL
 
 LENGTHS = (14, 10, 8)
 NUM_SHARED = 5
@@ -62,6 +63,11 @@ class Reference:
     start: SequenceStart = SequenceStart()
 
 
+def language_model(model: PreTrainedModel) -> nn.Module:
+    """The part without a head that reads text."""
+    return getattr(model.base_model, LANGUAGE_MODEL, model.base_model)
+
+
 def make_sequences(vocab_size: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     """About 32 tokens in three sequences; two share their beginning."""
     rng = np.random.default_rng(0)
@@ -77,7 +83,7 @@ def run_plainly(model: PreTrainedModel, start: SequenceStart | None = None) -> R
     began = time.perf_counter()
     lengths = LENGTHS if start is None else (END_LENGTH,) * 3
     start = start or SequenceStart()
-    sequences = make_sequences(int(model.config.vocab_size), lengths)
+    sequences = make_sequences(int(model.config.get_text_config().vocab_size), lengths)
     rounded = None
     with torch.no_grad(), _own_code(model):
         if model.dtype is torch.float32:
@@ -106,8 +112,8 @@ def _own_code(model: PreTrainedModel) -> Iterator[None]:
 
 def _run(model: Any, sequences: Sequence[Sequence[int]], first: int) -> PlainRun:
     trace, logits = Trace(), []
-    with traced(model.base_model, model.config.num_hidden_layers, trace):
-        handle = model.base_model.register_forward_hook(
+    with traced(language_model(model), model.config.get_text_config().num_hidden_layers, trace):
+        handle = language_model(model).register_forward_hook(
             lambda _module, _args, output: trace.add(LAST_NORM, output.last_hidden_state)
         )
         try:
@@ -124,11 +130,11 @@ def _run(model: Any, sequences: Sequence[Sequence[int]], first: int) -> PlainRun
 @contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
     """Let every layer compute in float32: its weights are widened before it runs and are as they were after it."""
-    embedding = model.get_input_embeddings()
-    layers = find_layers(model.base_model, model.config.num_hidden_layers)
-    inside = {id(module) for layer in layers for module in layer.modules()}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    layers = find_layers(language_model(model), model.config.get_text_config().num_hidden_layers)
+    apart = {id(module) for layer in layers for module in layer.modules()} | {id(module) for module in embeddings}
     leaves = [module for module in model.modules() if next(module.children(), None) is None]
-    others = [module for module in leaves if id(module) not in inside and module is not embedding]
+    others = [module for module in leaves if id(module) not in apart]
     narrow: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def widen(module: nn.Module, *_: Any) -> None:
@@ -141,7 +147,7 @@ def _in_float32(model: PreTrainedModel) -> Iterator[None]:
         for tensor, before in narrow.pop(id(module), []):
             tensor.data = before
 
-    handles: list[Any] = [] if embedding is None else [embedding.register_forward_hook(lambda _m, _a, out: out.float())]
+    handles: list[Any] = [one.register_forward_hook(lambda _m, _a, out: out.float()) for one in embeddings]
     for module in (*layers, *others):
         handles += [module.register_forward_pre_hook(widen), module.register_forward_hook(restore, always_call=True)]
     try:

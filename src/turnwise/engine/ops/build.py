@@ -9,6 +9,7 @@ so its calls bind to torch's. A second runtime would keep its own pool spinning 
 """
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -16,7 +17,9 @@ import platform
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch  # noqa: F401 - torch's OpenMP runtime must be loaded before the library asks for one
@@ -82,7 +85,9 @@ def build(compiler: list[str], compile_flags: tuple[str, ...], link_flags: tuple
         return path
     folder.mkdir(parents=True, exist_ok=True)
     # We rename the file when it is complete, so another process sees a whole library or none.
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+    with _one_builder(folder), tempfile.TemporaryDirectory(dir=folder) as temporary:
+        if path.exists():
+            return path
         objects = [Path(temporary) / f"{source.stem}.o" for source in sources]
         shared = Path(temporary) / "cpu.so"
         pairs = zip(sources, objects, strict=True)
@@ -91,6 +96,18 @@ def build(compiler: list[str], compile_flags: tuple[str, ...], link_flags: tuple
         _run([*compiler, *map(str, objects), *link_flags, "-lm", "-o", str(shared)])
         shared.replace(path)
     return path
+
+
+@contextmanager
+def _one_builder(folder: Path) -> Iterator[None]:
+    """Let one process build while others wait for what it makes; where the file system has no locks, all build."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def kernels_folder() -> Path:

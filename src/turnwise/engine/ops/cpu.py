@@ -98,8 +98,8 @@ class CpuKernels:
         """
         batch, heads, head_size = query.shape
         num_blocks, block_size, kv_heads, _ = key_cache.shape
-        if head_size % 8 or not 0 < head_size <= 256:
-            raise DataError(f"head size {head_size}: expected a multiple of 8 up to 256")
+        if head_size % 8 or not 0 < head_size <= 512:
+            raise DataError(f"head size {head_size}: expected a multiple of 8 up to 512")
         if heads % kv_heads or heads > _MAX_HEADS:
             raise DataError(f"{heads} query heads over {kv_heads} KV heads: expected a multiple, at most {_MAX_HEADS}")
         if out is None:

@@ -10,9 +10,9 @@
 
 enum {
     KEY_BLOCK = 384, /* a multiple of every tile's rows and of a panel's width */
-    SCORE_STRIDE = KEY_BLOCK + 16,
     QUERY_BLOCK = 48, /* rows whose key and value gradients are summed at once */
-    MAX_D = 256,
+    MAX_D = 512,
+    SCORE_STRIDE = MAX_D + 16, /* of rows that hold a query, or the scores of KEY_BLOCK keys and a tile's rest */
 };
 DEFINE_TILES(row_tile, step, 1, 0)
 DEFINE_TILES(col_tile, 1, step, 0)

@@ -1,6 +1,6 @@
 """Attention on a CPU: our C kernels (`cpu_attention.c`, `cpu.c`), or PyTorch's flash kernels where ours do not run.
 
-`attend` and `attend_backward` call the C kernels: float32, heads of up to 256. Their sides are
+`attend` and `attend_backward` call the C kernels: float32, heads of up to 512. Their sides are
 [batch, heads, tokens, D], strided but for the last axis; with fewer KV heads, query head h reads KV head
 h // (heads / KV heads). In a causal call the last query stands at the last key, and a window counts back from there.
 
@@ -25,7 +25,7 @@ from turnwise.errors import DataError
 if TYPE_CHECKING:
     from turnwise.engine.attention.plans import Chunk, EqualNodes, PagedPlan, TreePlan
 
-_MAX_HEAD_SIZE = 256  # MAX_D in cpu_attention.c
+_MAX_HEAD_SIZE = 512  # MAX_D in cpu_attention.c
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 

@@ -126,7 +126,7 @@ def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: i
 
 def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, rule: AttentionRule) -> Tensor:
     """One query row [H, D] per sequence over its blocks."""
-    kernel = triton_decode()
+    kernel = triton_decode(query.shape[-1])
     if kernel is None:
         return torch_attention.paged_decode(query, layer, plan, rule)
     return kernel.paged_decode(query, *layer, plan.block_table, plan.context_lens, plan.max_context, rule)

@@ -11,6 +11,8 @@ import torch
 log = logging.getLogger(__name__)
 
 MAX_FLASH_HEAD = 256
+MAX_DECODE_HEAD = 256
+"""The tiles of larger heads do not fit the fast memory that our decode kernel holds them in."""
 OLDEST_CARD = (8, 0)
 """Compute capability from which the flash kernels run, and bfloat16 in Triton."""
 
@@ -22,9 +24,9 @@ def triton_tree() -> Any:
     return module
 
 
-def triton_decode() -> Any:
-    """The module with our decode kernel, or None where Triton does not run."""
-    if not has_triton():
+def triton_decode(head_size: int) -> Any:
+    """The module with our decode kernel, or None where Triton does not run or heads are too large for it."""
+    if not has_triton() or head_size > MAX_DECODE_HEAD:
         return None
     from turnwise.engine.ops import triton_decode as module
 

@@ -1,4 +1,4 @@
-"""Attention in plain torch, one score matrix per slice: any device, dtype and head size; slower, and the reference.
+"""Attention in plain torch, few scores at a time: any device, dtype and head size; slower, and the reference.
 
 Every function takes heads-first tensors [1, heads, tokens, D]; grouped query heads read their shared key head. The
 functions of the interface return tokens-first [1, tokens, heads, D].
@@ -6,6 +6,7 @@ functions of the interface return tokens-first [1, tokens, heads, D].
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,9 @@ from turnwise.engine.ops.interface import AttentionRule, Saved
 
 if TYPE_CHECKING:
     from turnwise.engine.attention.plans import PagedPlan, TreePlan
+
+MOST_SCORES = 1 << 27
+"""Scores that are computed at once, at most: 512 MiB in float32, of which a backward pass holds a few copies."""
 
 
 def tree_forward(
@@ -124,16 +128,47 @@ def slice_forward(
 
     Causal: the last query stands at the last key, and a window counts back from there.
     """
-    scores = _scores(query, key, is_causal, rule)
-    logsumexp = torch.logsumexp(scores, dim=-1)
-    probs = (scores - logsumexp.unsqueeze(-1)).exp().to(value.dtype)
-    return probs @ _repeat(value, query), logsumexp
+    parts: list[tuple[Tensor, Tensor]] = []
+    for q, k in _blocks(query, key, is_causal):
+        scores = _scores(query[:, :, q], key[:, :, k], is_causal, rule)
+        logsumexp = torch.logsumexp(scores, dim=-1)
+        probs = (scores - logsumexp.unsqueeze(-1)).exp().to(value.dtype)
+        parts.append((probs @ _repeat(value[:, :, k], query), logsumexp))
+    if len(parts) == 1:
+        return parts[0]
+    outs, logsumexps = zip(*parts, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(logsumexps, dim=2)
+
+
+def _blocks(query: Tensor, key: Tensor, is_causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Queries few enough for their scores to stay small, and the keys that they see."""
+    heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
+    size = max(1, MOST_SCORES // max(1, heads * keys))
+    for start in range(0, queries, size):
+        stop = min(queries, start + size)
+        yield slice(start, stop), slice(0, keys - queries + stop if is_causal else keys)
 
 
 def _slice_backward(
     grad_out: Tensor, part: Saved, is_causal: bool, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one part of a softmax whose whole has the part's `out` and `logsumexp`, all heads-first."""
+    sums = [torch.zeros_like(side, dtype=torch.float32) for side in part[:3]]
+    for q, k in _blocks(part.query, part.key, is_causal):
+        sides = Saved(
+            part.query[:, :, q], part.key[:, :, k], part.value[:, :, k], part.out[:, :, q], part.logsumexp[:, :, q]
+        )
+        pieces = _block_backward(grad_out[:, :, q], sides, is_causal, rule)
+        for total, where, piece in zip(sums, (q, k, k), pieces, strict=True):
+            total[:, :, where] += piece
+    dq, dk, dv = (total.to(side.dtype) for total, side in zip(sums, part[:3], strict=True))
+    return dq, dk, dv
+
+
+def _block_backward(
+    grad_out: Tensor, part: Saved, is_causal: bool, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for few queries, in float32."""
     query, key, value, out, logsumexp = part
     scores = _scores(query, key, is_causal, rule)
     probs = (scores - logsumexp.unsqueeze(-1)).exp()
@@ -145,7 +180,7 @@ def _slice_backward(
     grad_query = grad_scores @ _repeat(key, query).float()
     grad_key = _sum_groups(grad_scores.transpose(-1, -2) @ query.float(), key)
     grad_value = _sum_groups(probs.transpose(-1, -2) @ grad_f32, value)
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+    return grad_query, grad_key, grad_value
 
 
 def _scores(query: Tensor, key: Tensor, is_causal: bool, rule: AttentionRule) -> Tensor:

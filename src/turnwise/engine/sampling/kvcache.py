@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from turnwise.models.layer_keys import LayerKeys
+
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
+    keys: tuple[LayerKeys, ...]
+    """[layers] heads of each layer, and the layer whose keys and values it reads."""
     windows: tuple[int | None, ...] = (None,)
     """What each group of layers sees; None: everything."""
     group_of: tuple[int, ...] | None = None
@@ -36,7 +37,10 @@ class KvShape:
 
 
 class KvCache:
-    """The storage: per layer, keys and values [blocks, block size, KV heads, D]."""
+    """The storage: per layer, keys and values [blocks, block size, KV heads, D].
+
+    A layer that reads the keys and values of another one has no storage of its own, and writes nothing.
+    """
 
     def __init__(
         self, shape: KvShape, num_blocks: Sequence[int], block_size: int, dtype: torch.dtype, device: torch.device
@@ -44,12 +48,15 @@ class KvCache:
         """`num_blocks` has the blocks of each group."""
         self.block_size = block_size
         self.windows = shape.windows
-        self.group_of = shape.group_of or (0,) * shape.num_layers
-        sizes = [(num_blocks[group], block_size, shape.num_kv_heads, shape.head_size) for group in self.group_of]
-        self._layers = [
-            (torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
-            for size in sizes
-        ]
+        self.group_of = shape.group_of or (0,) * len(shape.keys)
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        """The tensors of each layer that has its own."""
+        for layer, (keys, group) in enumerate(zip(shape.keys, self.group_of, strict=True)):
+            if keys.source == layer:
+                size = (num_blocks[group], block_size, keys.num_heads, keys.head_size)
+                key, value = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+                self._own[layer] = key, value
+        self._layers = [self._own[keys.source] for keys in shape.keys]
         num_layers, num_chosen = shape.num_choices
         choices = torch.zeros((num_layers, num_blocks[0] * block_size, num_chosen), dtype=torch.int16, device=device)
         self.choices = choices if num_layers else None
@@ -59,8 +66,8 @@ class KvCache:
         return self._layers[layer]
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store key and value [N, KV heads, D] at `slots` [N]."""
-        for side, new in zip(self._layers[layer], (key, value), strict=True):
+        """Store key and value [N, KV heads, D] at `slots` [N]; those of another layer are there already."""
+        for side, new in zip(self._own.get(layer, ()), (key, value), strict=False):
             side.flatten(0, 1).index_copy_(0, slots, new)
 
     def read(self, layer: int, blocks: np.ndarray, first: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -75,8 +82,8 @@ class KvCache:
         )
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        for own, (keys, values) in zip(self.group_of, self._layers, strict=True):
-            if own == group:
+        for layer, (keys, values) in self._own.items():
+            if self.group_of[layer] == group:
                 keys[target] = keys[source]
                 values[target] = values[source]
         if self.choices is not None and group == 0:

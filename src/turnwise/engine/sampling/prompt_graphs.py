@@ -93,7 +93,7 @@ class PromptGraphs(StepGraphs):
         self._seen: Counter[PromptShape] = Counter()
         self._is_full = False
         sizes = model.sizes
-        heads = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
+        heads = 2 * (sizes.query_size + sizes.key_size)
         token_operations = 2 * sizes.num_layers * sizes.hidden_size * (heads + 3 * sizes.active_inner_size)
         self._most_tokens = min(MOST_TOKENS, int(MOST_OPERATIONS / token_operations))
 

@@ -144,7 +144,7 @@ class Sampler:
         if (
             is_plain
             and model.fused is not None
-            and self.ops.attention.can_capture_prefill(model.dtype, model.sizes.head_size)
+            and self.ops.attention.can_capture_prefill(model.dtype, model.sizes.largest_head)
         ):
             self.prompt_graphs = PromptGraphs(model, self.cache, scratch_blocks, self._last_tokens)
             self.weights.when_merged.append(self.prompt_graphs.captures.weights_moved)

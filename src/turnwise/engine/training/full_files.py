@@ -1,15 +1,16 @@
 """All weights of a model on disk: an ordinary Hugging Face directory, with the optimizer's state beside it.
 
-`model.safetensors` has the parameters under the names that transformers gives them, tied ones once; `config.json` and
-the tokenizer are the base model's. A state to go on from holds the float32 masters, and `optimizer.safetensors` AdamW's
-moments by parameter, so it does not depend on how a process lays the weights out. `transformers` loads both kinds.
+`model.safetensors` has the parameters under the names that transformers gives them, tied ones once, and what the base
+has beside them: buffers, and the parts of it that read images or sound. `config.json` and the tokenizer are the base
+model's. A state to go on from holds the float32 masters, and `optimizer.safetensors` AdamW's moments by parameter, so
+it does not depend on how a process lays the weights out. `transformers` loads both kinds.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,12 +21,16 @@ from torch import Tensor
 
 from turnwise.engine.training.adapter_files import OPTIMIZER_FILE, load_tensors, new_directory, save_tensors
 from turnwise.errors import CheckpointError
+from turnwise.models.facts import is_outside_language
+from turnwise.models.families import language_config
 
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Ends of the names of files that hold weights, or list them."""
 _OWN_FILES = (CONFIG_FILE, "checkpoint.json", "model.json")
 """Written anew, or about another directory: a checkpoint's own list of files, a stored model's source."""
+BUFFERS = ("layer_scalar", "e_score_correction_bias")
+"""Ends of the names of weights that no optimizer changes; a model has them all the same."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -94,7 +99,8 @@ def checked_weights(directory: Path, expected: Mapping[str, HasShape]) -> dict[s
     """The saved parameters by name, which are as many and as large as expected."""
     if not is_full(directory):
         raise CheckpointError(f"{directory} holds no full weights: it has no {WEIGHTS_FILE}; is it an adapter?")
-    saved = load_tensors(directory / WEIGHTS_FILE)
+    is_trained = _trained_names(directory)
+    saved = {name: one for name, one in load_tensors(directory / WEIGHTS_FILE).items() if is_trained(name)}
     _check_names(directory / WEIGHTS_FILE, saved, expected)
     for name, one in expected.items():
         if tuple(saved[name].shape) != tuple(one.shape):
@@ -124,9 +130,29 @@ def _check_names(path: Path, saved: Iterable[str], expected: Iterable[str]) -> N
         raise CheckpointError(f"{path} {what}; is the base the same?")
 
 
+def _trained_names(directory: Path) -> Callable[[str], bool]:
+    """Which weights of a model are parameters that are trained here."""
+    config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    is_composite = language_config(config) is not config
+    return lambda name: not name.endswith(BUFFERS) and not (is_composite and is_outside_language(name))
+
+
+def _untrained_tensors(base: Path) -> dict[str, Tensor]:
+    """What the base model's files have beside its parameters."""
+    is_trained = _trained_names(base)
+    found: dict[str, Tensor] = {}
+    for path in sorted(base.glob("*.safetensors")):
+        if path.name == OPTIMIZER_FILE:
+            continue
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if not is_trained(name)}  # noqa: SIM118
+    return found
+
+
 def fill_directory(directory: Path, tensors: Mapping[str, Tensor], base: Path, dtype: torch.dtype) -> None:
     """Weights, the base model's small files, and a config that names the dtype to load in."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    contiguous |= _untrained_tensors(base)
     save_tensors(contiguous, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     for file in base.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED) and file.name not in _OWN_FILES:

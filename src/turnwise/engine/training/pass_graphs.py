@@ -211,7 +211,7 @@ class PassGraphs:
         self._seen: Counter[Any] = Counter()
         self._is_full = False
         sizes = model.sizes
-        heads = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
+        heads = 2 * (sizes.query_size + sizes.key_size)
         in_layer = 4 * sizes.hidden_size * (heads + 3 * sizes.inner_size)
         self._most_tokens = int(MOST_OPERATIONS / in_layer)
         self._anchor = torch.zeros(1, device=model.device, requires_grad=True)
@@ -226,7 +226,7 @@ class PassGraphs:
             and model.shards is None
             and not model.experts
             and all(window is None for window in model.sizes.windows)
-            and model.ops.attention.can_capture_prefill(model.dtype, model.sizes.head_size)
+            and model.ops.attention.can_capture_prefill(model.dtype, model.sizes.largest_head)
         )
 
     def __len__(self) -> int:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import CheckpointError
+from turnwise.models.facts import LANGUAGE_MODEL
 from turnwise.models.linears import Shape, linear_kind
 from turnwise.types import LoraConfig
 
@@ -66,7 +67,8 @@ def peft_targets(shapes: Mapping[str, Shape], lora: LoraConfig) -> dict[str, Any
         elif kind == "router" or (kind == "mlp" and has_experts):
             parameters.add(f"{place}.weight")
         else:
-            modules.add(name.rpartition(".")[2])
+            # A model that reads more than text has linears of the same names that are not adapted.
+            modules.add(name if f".{LANGUAGE_MODEL}." in name else name.rpartition(".")[2])
     found: dict[str, Any] = {"target_modules": sorted(modules)}
     if parameters:
         found["target_parameters"] = sorted(parameters)

@@ -136,7 +136,7 @@ def naive_decode(
     return out
 
 
-@for_each("head_size", [8, 16, 24, 32, 64, 72, 128, 256])
+@for_each("head_size", [8, 16, 24, 32, 64, 72, 128, 256, 512])
 @for_each(("heads", "kv_heads"), [(3, 3), (6, 2), (5, 1), (8, 2), (7, 1)])
 def test_decode_equals_softmax_attention(kernels: cpu.CpuKernels, heads: int, kv_heads: int, head_size: int) -> None:
     inputs = paged_inputs(heads, kv_heads, head_size, 16, [1, 37, 16, 65, 0], seed=head_size)
@@ -397,12 +397,18 @@ def test_without_openmp_one_thread_does_the_work(monkeypatch: pytest.MonkeyPatch
     assert_close(kernels.linear_small(weight, x), x.double() @ weight.double().T)
 
 
-def test_two_processes_may_build_into_an_empty_cache_at_once(tmp_path: Path) -> None:
-    environment = {**os.environ, "TURNWISE_HOME": str(tmp_path)}
+def test_of_two_processes_with_an_empty_cache_one_builds_for_both(tmp_path: Path) -> None:
+    real = build.find_compiler()
+    assert real is not None
+    compiler, calls = tmp_path / "cc", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {" ".join(real)} -O0 "$@" -O0\n')
+    compiler.chmod(0o755)
+    environment = {**os.environ, "TURNWISE_HOME": str(tmp_path), "CC": str(compiler)}
     both = [start_python(_PRINT_THREADS, environment) for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0].strip() for process in both]
     assert all(output.isdigit() for output in outputs)
     assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".so"]
+    assert sum("-shared" in call for call in calls.read_text().splitlines()) == 1
 
 
 def test_a_library_in_the_cache_is_not_built_again(own_home: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from turnwise.engine.ops import cuda_support
 from turnwise.engine.ops.cuda_support import fits_flash, has_triton, triton_decode
 
 
@@ -25,7 +26,7 @@ def test_an_old_card_says_once_what_it_does_without(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     for _ in range(3):
         assert not has_triton()
-        assert triton_decode() is None
+        assert triton_decode(64) is None
         assert not fits_flash(torch.bfloat16, 64)
     kernels, flash = (record.message for record in caplog.records)
     assert kernels.startswith("this card has compute capability 7.5, and our kernels would need 8.0")
@@ -42,3 +43,8 @@ def test_flash_attention_takes_multiples_of_eight_up_to_256(
     assert [record.message for record in caplog.records] == (
         [] if is_taken else [f"heads of {head_size}: flash attention does not take them, dense attention runs, slower"]
     )
+
+
+def test_heads_that_the_decode_kernel_cannot_hold_are_decoded_by_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_support, "has_triton", lambda: True)
+    assert triton_decode(512) is None

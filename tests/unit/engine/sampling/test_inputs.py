@@ -13,6 +13,7 @@ from turnwise.engine.ops.transfer import PackedTransfer
 from turnwise.engine.sampling.inputs import block_table, step_inputs, uniforms
 from turnwise.engine.sampling.kvcache import KvCache, KvShape
 from turnwise.engine.sampling.requests import BlockTable, OpenRequest, Piece, Row, Step
+from turnwise.models.layer_keys import LayerKeys
 from turnwise.types import SampleRequest
 
 SIZE = 4
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def make_cache(num_blocks: int = 64) -> KvCache:
-    return KvCache(KvShape(1, 1, 8), [num_blocks], SIZE, torch.float32, CPU)
+    return KvCache(KvShape((LayerKeys(1, 8, 0),)), [num_blocks], SIZE, torch.float32, CPU)
 
 
 def make_row(tokens: list[int], blocks: list[int], lane: int) -> Row:
