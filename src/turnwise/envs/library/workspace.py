@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.browser.names import NOTE
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.workspace_office import (
     CUSTOMERS,
@@ -67,13 +68,10 @@ click ID
 type ID TEXT
 scroll up, scroll down
 back"""
-NAMED_SCREEN_RULES = """\
-click NAME
-type NAME = TEXT
-scroll up, scroll down
-back"""
+NAMED_SCREEN_RULES = "click NAME, type NAME = TEXT, scroll up, scroll down, back"
 REPORT_BY_FILE = "A report is a file, reports/NAME.txt, that holds the value."
 REPORT_BY_FORM = "A report is sent by the form in Reports."
+REPORT_BY_BOX = "A report is NAME VALUE, sent by the form."
 
 _BLOCK = re.compile(r"```(bash|sh|shell|python|py|sql)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _SQL = """\
@@ -121,7 +119,7 @@ class Workspace:
     reports: list[str] = field(default_factory=lambda: list(REPORTS))
     """Kinds of reports to draw from."""
     by_name: bool = False
-    """Shorter screens for small models: elements by name, orders without their ids, and a report in one box."""
+    """For small models: everything on one screen, elements by name, orders without their ids, a report in one box."""
     orders: int = 16
     """Rows of the orders, 4 to 1000. On screens they have to be read eight by eight."""
     customers: int = len(CUSTOMERS)
@@ -185,7 +183,7 @@ class Workspace:
     def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
         """Says anything that an expert might say in some task."""
         rng = random_for("random", seed, task.id)
-        clicks = ("Orders", "Reports", "Download", "Send") if self.by_name else range(1, 7)
+        clicks = ("Download", "Send") if self.by_name else range(1, 7)
         typed = ["type Report = Ann 42"] if self.by_name else ["type 4 Ann", "type 5 42"]
         actions = ["back", "scroll down", *(f"click {one}" for one in clicks), *typed, "done"]
         chore = OfficeChore(kind="total", name=rng.choice(CUSTOMERS))
@@ -233,7 +231,8 @@ class WorkspaceEnv:
         parts = [SHELL_RULES] if interface != "screen" else []
         screen_rules = NAMED_SCREEN_RULES if self._world.by_name else SCREEN_RULES
         parts += [screen_rules] if interface != "shell" else []
-        parts += ["done, when all is done", REPORT_BY_FILE if interface == "shell" else REPORT_BY_FORM]
+        by_form = REPORT_BY_BOX if self._world.by_name else REPORT_BY_FORM
+        parts += ["done, when all is done", REPORT_BY_FILE if interface == "shell" else by_form]
         rules = "\n".join(["Do the chores. One action in a reply:", *parts])
         chores = [f"{n}. {chore.say()}" for n, chore in enumerate(self._office.chores, start=1)]
         screen = f"\n\n{await self._portal.show()}" if interface != "shell" else ""
@@ -250,6 +249,8 @@ class WorkspaceEnv:
             answer, is_unparsable = await self._run(command), False
         elif isinstance(action, ScreenAction) and (is_done or self._office.interface != "shell"):
             answer, is_unparsable = "" if is_done else await self._act(action), False
+        elif isinstance(action, str) and action.startswith(NOTE) and self._office.interface != "shell":
+            answer, is_unparsable = f"{action}\n\n{await self._portal.show()}", False
         else:
             answer, is_unparsable = "No action found. Write one of the actions, or done.", True
         if is_done or is_last:

@@ -158,7 +158,7 @@ class OfficePortal:
     orders: Sequence[Sequence[Any]]
     has_download: bool
     by_name: bool = False
-    """Shorter screens for small models: elements by name, orders without their ids, and a report in one box."""
+    """For small models: everything on one screen, elements by name, orders without their ids, a report in one box."""
     place: Literal["home", "orders", "reports"] = "home"
     offset: int = 0
     form: dict[str, str] = field(default_factory=dict[str, str])
@@ -195,7 +195,7 @@ class OfficePortal:
                 return "", False
             case "scroll":
                 offset = self.offset + (ROWS if action.text == "down" else -ROWS)
-                if self.place != "orders" or not 0 <= offset < len(self.orders):
+                if not self._shows_orders or not 0 <= offset < len(self.orders):
                     return "There is nothing more there.", False
                 self.offset = offset
                 return "", False
@@ -204,24 +204,30 @@ class OfficePortal:
             case _:
                 return f"{action.kind} does nothing here.", False
 
+    @property
+    def _shows_orders(self) -> bool:
+        return self.place == "orders" or self.by_name
+
     def _go(self, place: Literal["home", "orders", "reports"]) -> None:
         self.place, self.offset, self.form = place, 0, {}
 
     def _elements(self) -> list[ScreenElement]:
-        if self.place == "home":
+        if self.place == "home" and not self.by_name:
             return [self._control("link", "Orders"), self._control("link", "Reports")]
         if self.place == "reports":
-            names = (REPORT_BOX,) if self.by_name else ("Customer", "Value")
-            boxes = [self._control("textbox", name, self.form.get(name, "")) for name in names]
-            sent = [ScreenElement(role="text", name=f"sent: {name} {value}") for name, value in self.sent.items()]
-            return [*boxes, self._control("button", "Send"), *sent]
+            return self._form("Customer", "Value")
         download = [self._control("button", "Download")] if self.has_download else []
         rows = self.orders[self.offset : self.offset + ROWS]
         shown = [" ".join(map(str, row[1:])) if self.by_name else ", ".join(map(str, row)) for row in rows]
         texts = [ScreenElement(role="text", name=row) for row in shown]
         below = len(self.orders) - self.offset - len(rows)
         more = [ScreenElement(role="text", name=f"{below} more below")] if below else []
-        return [*download, *texts, *more]
+        return [*texts, *more, *download, *self._form(REPORT_BOX)] if self.by_name else [*download, *texts, *more]
+
+    def _form(self, *names: str) -> list[ScreenElement]:
+        boxes = [self._control("textbox", name, self.form.get(name, "")) for name in names]
+        sent = [ScreenElement(role="text", name=f"sent: {name} {value}") for name, value in self.sent.items()]
+        return [*boxes, self._control("button", "Send"), *sent]
 
     def _control(self, role: str, name: str, value: str | None = None) -> ScreenElement:
         return ScreenElement(role=role, name=name, id=self.ids.number(name), value=value)
@@ -318,16 +324,18 @@ def expert_replies(office: OfficeWork, *, by_name: bool = False) -> list[str]:
 
     reports = [chore for chore in office.chores if chore.is_report]
     if reports and office.interface != "shell":
-        act("click", "Orders")
+        if not by_name:
+            act("click", "Orders")
         if office.interface == "both":
             act("click", "Download")
         else:
             for _ in range((len(office.orders) - 1) // ROWS):
                 act("scroll", text="down")
-        act("back")
-        if office.interface == "both":
+        if not by_name:
+            act("back")
+            act("click", "Reports")
+        if office.interface == "both":  # just before it is written down
             replies.append("\n".join(f"$ {chore.awk(has_name=by_name)}" for chore in reports))
-        act("click", "Reports")
     for chore in reports if office.interface != "shell" else ():
         if by_name:
             act("type", REPORT_BOX, f"{chore.name} {chore.value}")
