@@ -101,6 +101,7 @@ class Workspace:
 
     name: ClassVar[str] = "workspace"
     difficulties: ClassVar[Levels] = (
+        {"chores": 1, "orders": 4, "customers": 2},
         {"chores": 1, "orders": 8},
         {"chores": 2, "orders": 16},
         {"chores": 4, "orders": 40},
@@ -119,7 +120,7 @@ class Workspace:
     reports: list[str] = field(default_factory=lambda: list(REPORTS))
     """Kinds of reports to draw from."""
     by_name: bool = False
-    """For small models: everything on one screen, elements by name, orders without their ids, a report in one box."""
+    """For small models: one screen, elements by name, only new lines after an action, a report in one box."""
     orders: int = 16
     """Rows of the orders, 4 to 1000. On screens they have to be read eight by eight."""
     customers: int = len(CUSTOMERS)

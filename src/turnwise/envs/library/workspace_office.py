@@ -27,6 +27,7 @@ MAX_TEXT = 100
 REPORTS = ("total", "count", "largest")
 REPORT_BOX = "Report"
 """The one box of a form by name; it takes a name and a value."""
+NOTHING_NEW = "(nothing new on the screen)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +159,7 @@ class OfficePortal:
     orders: Sequence[Sequence[Any]]
     has_download: bool
     by_name: bool = False
-    """For small models: everything on one screen, elements by name, orders without their ids, a report in one box."""
+    """For small models: one screen, elements by name, only new lines after an action, a report in one box."""
     place: Literal["home", "orders", "reports"] = "home"
     offset: int = 0
     form: dict[str, str] = field(default_factory=dict[str, str])
@@ -295,9 +296,13 @@ class OfficeScreens:
         return self._portal.to_text(self._max_chars)
 
     async def act(self, action: ScreenAction) -> tuple[str, dict[str, bytes]]:
-        """Do what the action says. Return what is on the screen, and what was downloaded."""
+        """Do what the action says. Return the screen, by name only its new lines, and what was downloaded."""
+        before = self._portal.to_text(self._max_chars)
         problem, is_download = self._portal.act(action)
         screen = self._portal.to_text(self._max_chars)
+        if self._portal.by_name:
+            known = set(before.split("\n"))
+            screen = "\n".join(line for line in screen.split("\n") if line not in known) or NOTHING_NEW
         downloads = {"orders.csv": self._office.csv.encode()} if is_download else {}
         return f"{problem}\n\n{screen}" if problem else screen, downloads
 
