@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cases import for_each
-from turnwise.envs.base import EnvStep, Task, assistant
+from turnwise.envs.base import EnvStep, assistant
 from turnwise.envs.library.workspace import Workspace, WorkspaceEnv
-from turnwise.envs.library.workspace_office import Interface, OfficeChore, OfficeWork
+from turnwise.envs.library.workspace_office import Interface, OfficeChore, OfficeWork, expert_replies
 from turnwise.envs.sandbox import Sandbox
 from turnwise.envs.scripted import play_script
 from turnwise.errors import ConfigError
@@ -29,8 +29,8 @@ def office(interface: Interface, *chores: OfficeChore) -> OfficeWork:
     )
 
 
-async def play(given: OfficeWork, replies: Sequence[str]) -> list[EnvStep]:
-    world = Workspace(interface=given.interface, chores=max(1, len(given.chores)))
+async def play(given: OfficeWork, replies: Sequence[str], *, by_name: bool = False) -> list[EnvStep]:
+    world = Workspace(interface=given.interface, chores=max(1, len(given.chores)), by_name=by_name)
     env = WorkspaceEnv(world, Sandbox(), given)
     try:
         await env.start()
@@ -145,21 +145,8 @@ def test_by_name_too_every_interface_has_the_same_tasks_and_an_expert_who_does_t
     assert {chore["kind"] for (task,) in tasks for chore in task.data["chores"]} == kinds
     assert {name for _, name, _ in tasks[0][0].data["orders"]} <= {"Ann", "Ben"}
     for world, (task,) in zip(worlds, tasks, strict=True):
-        assert run_to_end(play_to_the_end(world, task)).is_success
-
-
-async def play_to_the_end(world: Workspace, task: Task) -> EnvStep:
-    env, player = world.make_env(task, 0), world.expert(task, 0)
-    dialogue = list(await env.start())
-    try:
-        while True:
-            dialogue.append(assistant(player(dialogue)))
-            step = await env.step(dialogue[-1])
-            dialogue += step.messages
-            if step.is_over:
-                return step
-    finally:
-        await env.close()
+        given = OfficeWork.from_json(task.data, world.interface)
+        assert run_to_end(play(given, expert_replies(given, by_name=True), by_name=True))[-1].is_success
 
 
 def test_a_fork_has_its_own_screens_shell_and_database() -> None:
