@@ -2,7 +2,8 @@
 
 The expert is what a world demonstrates. The random policy says, at each turn, a reply that the expert gave at some
 moment of another task of that world: always well formed, never to the point. `--trained FILE` adds what was trained,
-from a file of results: the table of docs/worlds/README.md.
+from a file of results. `--markdown docs/worlds/README.md` writes the rows into the table of that page; a row that
+cannot be played here stays as it is.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at-once", type=int, default=4, help="attempts at the same time")
     parser.add_argument("--only", nargs="+", default=[], help="names of worlds, also of packages; without it, all ours")
     parser.add_argument("--trained", type=Path, default=None, help="a JSON file of trained results by row")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        default=None,
+        help="write the rows into the table of this page (trained.json beside it)",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +81,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     unknown = sorted(set(args.only) - set(world_names()) - set(foreign))
     if unknown:
         raise ConfigError(f"--only {' '.join(unknown)}: no such world; the shipped ones are {', '.join(world_names())}")
-    trained = _read_trained(args.trained)
+    trained = _read_trained(args.trained or (args.markdown.with_name("trained.json") if args.markdown else None))
     rows = [(name, {}) for name in (*world_names(), *foreign)] + list(VARIANTS)
     result: dict[str, Any] = {"bench": "worlds", "model": "expert and random", "machine": f"{os.cpu_count()} CPU cores"}
     result["load_average"] = f"{os.getloadavg()[0]:.1f}"
-    lines: list[str] = []
+    lines: dict[str, str] = {}
+    begun = time.perf_counter()
     for name, options in rows:
         if args.only and name not in args.only:
             continue
@@ -86,13 +94,39 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"playing {label} ...", file=sys.stderr, flush=True)
         measured = measure_world(name, options, args.attempts, args.at_once)
         result[label] = measured if isinstance(measured, str) else {who: _to_json(one) for who, one in measured.items()}
-        lines.append(table_row(label, measured, trained.get(label, {})))
-    return {**result, "table": [*TABLE_HEAD, *lines]}
+        lines[label] = table_row(label, measured, trained.get(label, {}))
+    result["seconds"] = round(time.perf_counter() - begun)
+    if args.markdown is not None:
+        told = write_rows(args.markdown, {label: line for label, line in lines.items() if label in _played(result)})
+        left = [label for label in lines if label not in _played(result)]
+        print(f"{told}; not played here: {', '.join(left) or 'none'}", file=sys.stderr)
+    return {**result, "table": [*TABLE_HEAD, *lines.values()]}
+
+
+def _played(result: dict[str, Any]) -> list[str]:
+    return [label for label, value in result.items() if isinstance(value, dict)]
+
+
+def write_rows(page: Path, rows: dict[str, str]) -> str:
+    """Replace rows of the page's table by label, and add those that are new. Return what was done."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    if TABLE_HEAD[0] not in lines:
+        raise ConfigError(f"--markdown {page}: the page has no table of worlds; expected the line {TABLE_HEAD[0]}")
+    begin = lines.index(TABLE_HEAD[0]) + len(TABLE_HEAD)
+    end = next((number for number in range(begin, len(lines)) if not lines[number].startswith("|")), len(lines))
+    old = {line.split("`")[1]: line for line in lines[begin:end]}
+    lines[begin:end] = {**old, **rows}.values()
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return f"wrote {len(rows)} rows into {page}, of which {len(set(rows) - set(old))} are new"
 
 
 def show(result: dict[str, Any], *, as_json: bool) -> None:
-    """Print the table as Markdown."""
-    print(json.dumps(result, indent=2) if as_json else "\n".join(result["table"]))
+    """Print the table as Markdown, and the load beside it."""
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    print("\n".join(result["table"]))
+    print(f"load average {result['load_average']} at the start, {os.getloadavg()[0]:.1f} now; {result['seconds']} s")
 
 
 def row_label(name: str, options: dict[str, Any]) -> str:

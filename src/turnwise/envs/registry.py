@@ -56,6 +56,7 @@ ADAPTERS: Mapping[str, str] = {
 }
 """Adapters for other libraries and for data, by prefix. `prefix:rest` passes `rest`, then the options, to the class."""
 
+_PAGES = "docs/adapters/index.md"
 PYTHON_PREFIX = "python:"
 """Prefix of the name of a world that was passed to a run as a Python object. Such a name cannot be looked up."""
 
@@ -85,6 +86,8 @@ def load_target(name: str) -> Any:
     if colon and prefix in ADAPTERS:
         return _bind(load_attribute(ADAPTERS[prefix]), rest, name)
     target = SHIPPED_WORLDS.get(name, name)
+    if name in ADAPTERS:
+        raise ConfigError(f"world {name!r} is missing the name after the colon; expected {name}:NAME ({_PAGES})")
     if ":" not in target:
         near = did_you_mean(name, [*SHIPPED_WORLDS, *ADAPTERS])
         raise ConfigError(
@@ -99,7 +102,7 @@ def _bind(world_class: type, rest: str, name: str) -> Callable[..., World]:
     """The adapter's class with its first argument filled in. The other arguments are the world's options."""
     first, *options = inspect.signature(world_class).parameters.values()
     if not rest:
-        raise ConfigError(f"world {name!r} is missing its {first.name}; expected {name}NAME (docs/adapters/index.md)")
+        raise ConfigError(f"world {name!r} is missing its {first.name}; expected {name}NAME ({_PAGES})")
 
     def make(**options: Any) -> World:
         return world_class(rest, **options)

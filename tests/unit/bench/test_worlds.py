@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from turnwise.bench import worlds
 from turnwise.bench.cli import main
-from turnwise.bench.worlds import VARIANTS, measure_world, row_label, table_row
+from turnwise.bench.worlds import TABLE_HEAD, VARIANTS, measure_world, row_label, table_row
 from turnwise.envs.registry import world_names
 
 
@@ -25,10 +27,35 @@ def test_the_table_has_a_row_for_each_world_that_was_asked_for_and_says_what_was
     trained = tmp_path / "trained.json"
     trained.write_text(json.dumps({"key_door": {"base": "1 %", "trained": "9 %"}}))
     assert main(["worlds", "--only", "key_door", "--attempts", "2", "--trained", str(trained)]) == 0
-    head, _, row = capsys.readouterr().out.splitlines()
+    head, _, row, load = capsys.readouterr().out.splitlines()
     assert len(head.split("|")) == len(row.split("|"))
     assert row.startswith("| `key_door` |")
     assert "| 1 % |  | 9 % | 100% |" in row
+    assert load.startswith("load average ")
+
+
+def test_the_table_of_a_page_is_written_in_place_and_a_row_that_cannot_be_played_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = "| `browser` | kept |"
+    page = tmp_path / "page.md"
+    page.write_text("\n".join(["# Worlds", *TABLE_HEAD, "| `key_door` | old |", old, "", "after", ""]))
+    (tmp_path / "trained.json").write_text(json.dumps({"key_door": {"trained": "9 %"}}))
+    monkeypatch.setattr(worlds, "VARIANTS", ())
+    monkeypatch.setattr(worlds, "measure_world", _no_browser(worlds.measure_world))
+    names = ["key_door", "browser", "calculator"]
+    assert main(["worlds", "--only", *names, "--attempts", "2", "--markdown", str(page)]) == 0
+    lines = page.read_text().splitlines()
+    assert [line.split("`")[1] for line in lines[3:6]] == ["key_door", "browser", "calculator"]
+    assert "| 9 % |" in lines[3]
+    assert lines[4] == old
+    assert lines[6:] == ["", "after"]
+    assert "wrote 2 rows" in (said := capsys.readouterr().err)
+    assert "not played here: browser" in said
+
+
+def _no_browser(measure: Any) -> Any:
+    return lambda name, *rest: "no Chromium" if name == "browser" else measure(name, *rest)
 
 
 def test_what_cannot_be_played_here_is_said_in_its_row() -> None:

@@ -18,6 +18,8 @@ from turnwise.config.files import (
     override_config,
     preset_names,
 )
+from turnwise.envs.difficulty import levels_of
+from turnwise.envs.registry import ADAPTERS, load_target, world_names, world_options
 from turnwise.errors import ConfigError
 from turnwise.losses.table import clip_bounds
 from turnwise.methods.lookup import SHIPPED, read_method
@@ -34,6 +36,19 @@ def test_another_method_begins_with_its_own_defaults_whatever_a_preset_says_for_
         for name in SHIPPED:
             if name != file.name:
                 assert load_config(preset, [f"method={name}", *without_memory]).method == read_method(name)
+
+
+def test_every_world_and_adapter_has_a_preset_of_its_name_whose_options_and_level_are_there() -> None:
+    without = {"verifiers_classic"}  # nothing comes with it: it plays an env of the user's
+    assert {*world_names(), *ADAPTERS} - without <= set(preset_names())
+    for preset in preset_names():
+        env = load_config(preset).env
+        if env.mix:
+            continue
+        assert set(env.options) <= {option.name for option in world_options(env.name)}, preset
+        assert env.difficulty < max(1, len(levels_of(load_target(env.name)))), preset
+        if preset in (*world_names(), *ADAPTERS):
+            assert env.name.partition(":")[0] == preset
 
 
 def test_gspo_and_ppo_run_with_their_own_bounds_and_discount_on_presets_that_have_others() -> None:

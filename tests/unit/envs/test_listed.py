@@ -90,7 +90,7 @@ def test_the_levels_of_a_world_give_other_tasks_and_none_is_held_out_and_trained
     [
         (["env.difficulty=6"], "the levels 0 to 5"),
         (["env.difficulty=1", "env.options.num_rooms=4"], "both set num_rooms"),
-        (["env=calculator", "env.difficulty=1"], "calculator has no levels"),
+        (["env=gymnasium:Taxi-v4", "env.difficulty=1"], "gymnasium:Taxi-v4 has no levels"),
     ],
 )
 def test_a_level_that_cannot_be_set_is_refused(overrides: list[str], match: str) -> None:

@@ -79,6 +79,40 @@ def test_the_page_about_worlds_links_to_every_page_of_a_world_and_to_the_adapter
     assert [link for link in links if not (PAGE.parent / link).is_file()] == []
 
 
+def test_every_shipped_world_has_a_page_with_a_transcript_and_its_command() -> None:
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \|[^|]*\]\(worlds/([\w.]+)[^|]*\|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    assert sorted(rows) == sorted(world_names())
+    for name, page in rows.items():
+        text = (PAGE.parent / "worlds" / page).read_text(encoding="utf-8")
+        assert re.search(r"^(assistant  |\| assistant \|)", text, re.MULTILINE), f"{page} shows no attempt at {name}"
+        assert re.search(rf"turnwise (train|check-env) {name}", text), f"{page} has no command for {name}"
+
+
+def test_every_shipped_world_has_levels_a_script_repeatable_tasks_and_a_fork() -> None:
+    without_fork: list[str] = []
+    for name in world_names():
+        levels = levels_of(load_target(name))
+        assert len(levels) >= 2, f"{name} has no dial"
+        for level in levels:
+            world = get_world(name, **level)
+            first = world.tasks("train", 1, 0)
+            assert first == world.tasks("train", 1, 0), f"{name} {level}: the same seed draws other tasks"
+            assert not {task.id for task in first} & {task.id for task in world.tasks("test", 4, 0)}
+        default = get_world(name)
+        assert callable(getattr(default, "demonstrations", None)), f"{name} has no script"
+        (task,) = default.tasks("train", 1, 0)
+        if not hasattr(default.make_env(task, 0), "fork"):
+            without_fork.append(name)
+    assert without_fork == ["browser"], "a page's scripts and forms are the browser's, so a page has no fork"
+
+
+def test_an_adapters_prefix_alone_is_told_what_it_lacks() -> None:
+    with pytest.raises(ConfigError, match=r"world 'tau2' is missing the name after the colon; expected tau2:NAME"):
+        get_world("tau2")
+
+
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no world 'guess_numbers'; did you mean 'guess_number'\? The shipped"):
         get_world("guess_numbers")

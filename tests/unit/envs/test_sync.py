@@ -145,7 +145,7 @@ async def test_close_ends_the_thread() -> None:
 
 async def test_a_thread_that_is_let_go_serves_the_next_env() -> None:
     await wait_for_end_of(env_threads())
-    plain = [Plain() for _ in range(5)]
+    plain = [Plain() for _ in range(3)]
     for env in plain:
         await as_env(env).start()
         gc.collect()  # forgotten, not closed

@@ -102,7 +102,7 @@ def _unknown(facts: ModelFacts, told: str, *options: str, name: str = "mix") -> 
 
 def test_worlds_that_cannot_be_joined_are_refused_before_anything_is_spent(facts: ModelFacts) -> None:
     _unknown(facts, "no world 'no_such'", "env.mix=key_door,no_such")
-    _unknown(facts, "calculator has 0 levels", "env.curriculum=true", name="calculator")
+    _unknown(facts, "gymnasium:Taxi-v4 has 0 levels", "env.curriculum=true", name="gymnasium:Taxi-v4")
     _unknown(facts, "difficulty=0 leaves the first one", "env.curriculum=true", "env.difficulty=0", name="key_door")
     _unknown(facts, "has the levels 0 to", "env.curriculum=true", "env.difficulty=99", name="key_door")
     _unknown(facts, "both set num_rooms", "env.curriculum=true", "env.options.num_rooms=2", name="key_door")

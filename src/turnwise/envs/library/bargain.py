@@ -7,7 +7,7 @@
     assistant  8
     user       I am glad. I take it. The box is worth 2.
     assistant  6
-    user       I am glad. No deal. The cup is worth 4.
+    user       I am glad. No deal. The book is worth 4.
     assistant  8                                                        payoff (5 + 8 + 8) / 26 = 0.81, terminated
 
 The mood, glad or sad, is drawn with the env's seed. The buyer tells it with the answer to the first price, and the
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from turnwise.envs.base import Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.game import SeatOutcome
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
@@ -58,6 +59,7 @@ class Bargain:
     """The world `bargain`."""
 
     name: ClassVar[str] = "bargain"
+    difficulties: ClassVar[Levels] = tuple({"num_goods": count} for count in range(2, 7))
     max_tokens: ClassVar[int] = 4
     scripted_opponents: ClassVar[tuple[str, ...]] = ("limit",)
 

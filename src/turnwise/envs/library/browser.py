@@ -48,6 +48,7 @@ from turnwise.envs.browser.sites.mail import Mail
 from turnwise.envs.browser.sites.office import Office
 from turnwise.envs.browser.sites.shop import Shop
 from turnwise.envs.browser.sites.site import LEVELS, Site
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.screen import ScreenAction, ScreenProtocol, read_screen_reply, screen_rules
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
@@ -71,6 +72,7 @@ class BrowserWorld:
     """The world `browser`."""
 
     name: ClassVar[str] = "browser"
+    difficulties: ClassVar[Levels] = tuple({"level": level} for level in range(6))
     max_tokens: ClassVar[int] = 48
 
     site: Literal["shop", "forum", "mail", "office", "miniwob"] = "shop"
@@ -114,6 +116,8 @@ class BrowserWorld:
             raise ConfigError(f"pages={self.pages} are pages of site=miniwob; site={self.site} has none")
         if self.site == "miniwob":
             self._check_pages()
+            if self.level != 1:
+                raise ConfigError(f"level={self.level} is for our own sites; with site=miniwob choose pages instead")
         if self.max_turns == 0:
             turns = MINIWOB_TURNS if self.site == "miniwob" else MAX_TURNS[self.level]
             object.__setattr__(self, "max_turns", turns)

@@ -18,6 +18,7 @@ neither a call nor an answer is flagged as unparsable.
 from __future__ import annotations
 
 import ast
+import copy
 import operator
 import random
 import re
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
@@ -86,6 +88,7 @@ class Calculator:
     """The world `calculator`."""
 
     name: ClassVar[str] = "calculator"
+    difficulties: ClassVar[Levels] = tuple({"max_digits": count} for count in (1, 2, 3, 5, 9))
 
     max_digits: int = 3
     """Most digits of either operand."""
@@ -181,6 +184,9 @@ class CalculatorEnv:
 
     def state_key(self) -> str:
         return f"result {self._result} turn {self._turn}"
+
+    def fork(self) -> CalculatorEnv:
+        return copy.copy(self)  # nothing else of it ever changes
 
     def _read(self, reply: Message) -> ParsedReply:
         if self._world.protocol == "tool_call" or reply.tool_calls:

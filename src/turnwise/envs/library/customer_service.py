@@ -54,6 +54,7 @@ from turnwise.envs.library.customer_service_talk import (
     is_told,
     pieces_of,
     say_pieces,
+    told_unasked,
 )
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
@@ -333,6 +334,8 @@ class DeskGame:
         self._num_said = 0
         self._num_wrong = 0
         """Replies of the customer that do not hold what it was asked for."""
+        self._num_unasked = 0
+        """Pieces that the customer told before it was asked for them."""
         self.turn = 0
         self._heard: list[Message] = []
         """What the clerk sees next."""
@@ -364,6 +367,7 @@ class DeskGame:
             words = reply.content.split()[: self._world.user_words]
             heard = " ".join(words)
             self._num_wrong += not all(is_told(heard, self.pieces[index]) for index in self.due)
+            self._num_unasked += len(told_unasked(heard, self.pieces, {*self.due, *self._told}))
             self._hear(heard or "...")
             self._told = tuple(sorted({*self._told, *self.due}))
             return bool(words)
@@ -381,14 +385,14 @@ class DeskGame:
         return not problem and bool(calls or said)
 
     def outcome(self, seat: int) -> SeatOutcome:
-        """Both want the requests to be settled; a customer must have told all that it was asked for, too."""
+        """Both want the requests to be settled; a customer must have told what it was asked for, and nothing else."""
         data, wanted = self.desk.data, self._wanted
         own = {request.order for request in self._case.requests}
         rights = [_footprint(data, number) == _footprint(wanted, number) for number in own]
         damaged = [n for n in data.orders if n not in own and _footprint(data, n) != _footprint(wanted, n)]
         missed = self._checks - set(self.desk.checked)
         is_clean = self.desk.is_closed and not self.desk.violations and not damaged and not missed
-        is_success = is_clean and data == wanted and (seat == CLERK or not self._num_wrong)
+        is_success = is_clean and data == wanted and (seat == CLERK or not self._num_wrong + self._num_unasked)
         share = sum(rights) / len(rights)
         return SeatOutcome(
             reward=1.0 if is_success else self._world.partial_credit * share * (is_clean and seat == CLERK),
@@ -400,6 +404,7 @@ class DeskGame:
                 "missed_checks": float(len(missed)),
                 "user_replies": float(self._num_said),
                 "user_errors": float(self._num_wrong),
+                "user_unasked": float(self._num_unasked),
             },
             messages=() if self.desk.is_closed else [user("The customer hangs up.")],
         )
@@ -409,7 +414,7 @@ class DeskGame:
         desk = self.desk
         state = [asdict(desk.data), desk.violations, desk.verified, desk.receipts, desk.checked, self._told]
         digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
-        return f"turn {self.turn} said {self._num_said} wrong {self._num_wrong} {digest}"
+        return f"turn {self.turn} said {self._num_said} wrong {self._num_wrong} {self._num_unasked} {digest}"
 
     def copy(self) -> DeskGame:
         twin = object.__new__(DeskGame)

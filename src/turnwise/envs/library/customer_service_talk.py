@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -121,6 +121,19 @@ def is_told(words: str, piece: ToldPiece) -> bool:
     """Whether what was said holds a piece: all words of one of its wordings, in any order."""
     said = _words_of(words)
     return any(_words_of(wording) <= said for wording in piece.wordings)
+
+
+def told_unasked(words: str, pieces: Sequence[ToldPiece], allowed: Collection[int]) -> list[int]:
+    """The pieces that were told although they were not asked for, such as by a customer who recites all it knows.
+
+    A piece whose words are among those of the `allowed` ones does not count: two requests may sound alike.
+    """
+    fair = " ".join(wording for index in allowed for wording in pieces[index].wordings)
+    return [
+        index
+        for index, piece in enumerate(pieces)
+        if index not in allowed and is_told(words, piece) and not is_told(fair, piece)
+    ]
 
 
 def _words_of(text: str) -> set[str]:

@@ -21,6 +21,7 @@ conversations of `dialogue_data.py` are played.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.dialogue_data import make_conversations
 from turnwise.envs.rows import Row, read_rows
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
@@ -49,6 +51,7 @@ class DialogueWorld:
     """The world `dialogue`."""
 
     name: ClassVar[str] = "dialogue"
+    difficulties: ClassVar[Levels] = tuple({"success_share": share} for share in (0.5, 0.75, 1.0))
 
     path: Path | None = None
     """Conversations as JSON or JSON lines."""
@@ -121,6 +124,9 @@ class DialogueEnv:
 
     def state_key(self) -> str:
         return f"turn {self._turn} earned {self._earned:.6g}"
+
+    def fork(self) -> DialogueEnv:
+        return copy.copy(self)  # nothing else of it ever changes
 
     def _score(self, turn: Mapping[str, Any], text: str) -> float:
         text = text[:_SCORED_CHARACTERS]

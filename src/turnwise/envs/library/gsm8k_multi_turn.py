@@ -17,6 +17,7 @@ keeps its own two splits; a single file is split by hash.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 import re
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.gsm_problems import MAX_STEPS, draw_problem
 from turnwise.envs.rows import read_rows
 from turnwise.envs.scripted import play_demonstrations
@@ -55,6 +57,7 @@ class Gsm8kMultiTurn:
     """The world `gsm8k_multi_turn`."""
 
     name: ClassVar[str] = "gsm8k_multi_turn"
+    difficulties: ClassVar[Levels] = tuple({"max_steps": count} for count in range(1, MAX_STEPS + 1))
 
     max_turns: int = 5
     max_steps: int = MAX_STEPS
@@ -119,6 +122,9 @@ class Gsm8kMultiTurnEnv:
     def state_key(self) -> str:
         """The number of turns played, which is the whole state."""
         return f"turn {self._turn}"
+
+    def fork(self) -> Gsm8kMultiTurnEnv:
+        return copy.copy(self)  # nothing else of it ever changes
 
 
 def load_gsm8k(path: Path) -> Mapping[Split, Sequence[Task]]:

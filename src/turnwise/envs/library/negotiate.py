@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
 from turnwise.envs.base import Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.game import SeatOutcome
 from turnwise.envs.library.negotiate_games import (
     ALL_GAMES,
@@ -197,6 +198,7 @@ class Negotiate:
     """The world `negotiate`."""
 
     name: ClassVar[str] = "negotiate"
+    difficulties: ClassVar[Levels] = tuple({"num_issues": count} for count in range(1, 5))
     max_tokens: ClassVar[int] = 48
     scripted_opponents: ClassVar[tuple[str, ...]] = SCRIPTED_PLAYERS
 

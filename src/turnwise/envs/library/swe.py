@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.swe_bugs import Bug, apply_bug, shipped_bugs
 from turnwise.envs.library.swe_tasks import (
     FILES,
@@ -66,6 +67,7 @@ class Swe:
     """The world `swe`."""
 
     name: ClassVar[str] = "swe"
+    difficulties: ClassVar[Levels] = ({"hint": "line"}, {"hint": "none"})
 
     path: Path | None = None
     """Tasks from a file in the style of SWE-bench, instead of shipped bugs."""

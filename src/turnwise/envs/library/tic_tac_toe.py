@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from turnwise.envs.base import Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.game import SeatOutcome
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
@@ -150,6 +151,12 @@ class TicTacToe:
     """The world `tic_tac_toe`."""
 
     name: ClassVar[str] = "tic_tac_toe"
+    difficulties: ClassVar[Levels] = (
+        {"opponent": "random"},
+        {"opponent": "minimax", "epsilon": 0.6},
+        {"opponent": "minimax", "epsilon": 0.3},
+        {"opponent": "minimax", "epsilon": 0.0},
+    )
     max_tokens: ClassVar[int] = 4
 
     scripted_opponents: ClassVar[tuple[str, ...]] = ("random", "minimax")

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from turnwise.envs.base import Split, Task, system, user
+from turnwise.envs.difficulty import Levels
 from turnwise.envs.game import SeatOutcome
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
@@ -76,6 +77,13 @@ class TwentyQuestions:
     """The world `twenty_questions`."""
 
     name: ClassVar[str] = "twenty_questions"
+    difficulties: ClassVar[Levels] = (
+        {"num_things": 3, "max_turns": 3},
+        {"num_things": 6, "max_turns": 5},
+        {"num_things": 8, "max_turns": 5},
+        {"num_things": 12, "max_turns": 6},
+        {"num_things": 16, "max_turns": 6},
+    )
     max_tokens: ClassVar[int] = 8
     scripted_opponents: ClassVar[tuple[str, ...]] = ("table",)
 

@@ -37,9 +37,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.browser.names import NOTE
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.workspace_office import (
     CUSTOMERS,
+    REPORTS,
     Interface,
     OfficeChore,
     OfficeScreens,
@@ -51,7 +53,7 @@ from turnwise.envs.library.workspace_office import (
 from turnwise.envs.library.workspace_pages import OfficePages, pages_expert, pages_random_player
 from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Session
 from turnwise.envs.schema import check_fractions
-from turnwise.envs.screen import ScreenAction, read_screen_reply
+from turnwise.envs.screen import ScreenAction
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
 from turnwise.errors import ConfigError, DataError
@@ -66,8 +68,10 @@ click ID
 type ID TEXT
 scroll up, scroll down
 back"""
+NAMED_SCREEN_RULES = "click NAME, type NAME = TEXT, scroll up, scroll down, back"
 REPORT_BY_FILE = "A report is a file, reports/NAME.txt, that holds the value."
 REPORT_BY_FORM = "A report is sent by the form in Reports."
+REPORT_BY_BOX = "A report is NAME VALUE, sent by the form."
 
 _BLOCK = re.compile(r"```(bash|sh|shell|python|py|sql)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _SQL = """\
@@ -97,6 +101,7 @@ class Workspace:
 
     name: ClassVar[str] = "workspace"
     difficulties: ClassVar[Levels] = (
+        {"chores": 1, "orders": 4, "customers": 2},
         {"chores": 1, "orders": 8},
         {"chores": 2, "orders": 16},
         {"chores": 4, "orders": 40},
@@ -112,8 +117,14 @@ class Workspace:
     """How many chores a task has, 1 to 12."""
     reports_only: bool = False
     """Draw only chores that can be done on screens too, so that all three interfaces have the same tasks."""
+    reports: list[str] = field(default_factory=lambda: list(REPORTS))
+    """Kinds of reports to draw from."""
+    by_name: bool = False
+    """For small models: one screen, elements by name, only new lines after an action, a report in one box."""
     orders: int = 16
     """Rows of the orders, 4 to 1000. On screens they have to be read eight by eight."""
+    customers: int = len(CUSTOMERS)
+    """Different customers of the orders, 2 to 10. Fewer have more orders each."""
     spare_turns: int = 4
     """Turns beyond those of the expert with the most actions."""
     partial_credit: float = 0.5
@@ -139,6 +150,12 @@ class Workspace:
             )
         if self.browser and self.interface == "shell":
             raise ConfigError("browser=true and interface=shell: a shell has no screens; use screen or both")
+        if self.browser and self.by_name:
+            raise ConfigError("browser=true and by_name=true: pages show elements with numbers; leave one of them out")
+        if not self.reports or not set(self.reports) <= set(REPORTS):
+            raise ConfigError(f"reports={self.reports}; expected some of {', '.join(REPORTS)}")
+        if not 2 <= self.customers <= len(CUSTOMERS):
+            raise ConfigError(f"customers={self.customers}; expected 2 to {len(CUSTOMERS)}")
         check_fractions(self, "partial_credit")
         limits = Limits(wall_s=self.command_s, cpu_s=max(1, round(self.command_s)), output_bytes=1 << 18)
         object.__setattr__(self, "_sandbox", Sandbox(self.sandbox, limits=limits))
@@ -161,13 +178,15 @@ class Workspace:
         office = OfficeWork.from_json(task.data, self.interface)
         if self.browser:
             return pages_expert(office, shell_replies(office))
-        replies = expert_replies(office)
+        replies = expert_replies(office, by_name=self.by_name)
         return lambda dialogue: replies[sum(message.role == "assistant" for message in dialogue)]
 
     def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
         """Says anything that an expert might say in some task."""
         rng = random_for("random", seed, task.id)
-        actions = ["back", "scroll down", *(f"click {n}" for n in range(1, 7)), "type 4 Ann", "type 5 42", "done"]
+        clicks = ("Download", "Send") if self.by_name else range(1, 7)
+        typed = ["type Report = Ann 42"] if self.by_name else ["type 4 Ann", "type 5 42"]
+        actions = ["back", "scroll down", *(f"click {one}" for one in clicks), *typed, "done"]
         chore = OfficeChore(kind="total", name=rng.choice(CUSTOMERS))
         commands = [
             "$ ls",
@@ -182,7 +201,9 @@ class Workspace:
         return lambda _: rng.choice(choices)
 
     def _draw_task(self, rng: random.Random) -> Task:
-        office = draw_office(rng, self.chores, self.orders, self.interface, reports_only=self.reports_only)
+        sizes = (self.chores, self.orders, self.customers)
+        has_others = not self.reports_only and self.interface != "screen"
+        office = draw_office(rng, sizes, self.interface, self.reports, has_others=has_others)
         data = office.to_json()
         name = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
         return Task(id=f"office-{name}", data=data)
@@ -198,7 +219,7 @@ class WorkspaceEnv:
         self._portal: OfficeScreens | OfficePages = (
             OfficePages(office, world.observation_chars)
             if world.browser
-            else OfficeScreens(office, world.observation_chars)
+            else OfficeScreens(office, world.observation_chars, by_name=world.by_name)
         )
         self._session: Session | None = None
         self._turn = 0
@@ -209,8 +230,10 @@ class WorkspaceEnv:
     async def start(self) -> list[Message]:
         interface = self._office.interface
         parts = [SHELL_RULES] if interface != "screen" else []
-        parts += [SCREEN_RULES] if interface != "shell" else []
-        parts += ["done, when all is done", REPORT_BY_FILE if interface == "shell" else REPORT_BY_FORM]
+        screen_rules = NAMED_SCREEN_RULES if self._world.by_name else SCREEN_RULES
+        parts += [screen_rules] if interface != "shell" else []
+        by_form = REPORT_BY_BOX if self._world.by_name else REPORT_BY_FORM
+        parts += ["done, when all is done", REPORT_BY_FILE if interface == "shell" else by_form]
         rules = "\n".join(["Do the chores. One action in a reply:", *parts])
         chores = [f"{n}. {chore.say()}" for n, chore in enumerate(self._office.chores, start=1)]
         screen = f"\n\n{await self._portal.show()}" if interface != "shell" else ""
@@ -220,13 +243,15 @@ class WorkspaceEnv:
         self._turn += 1
         self._said.update(reply.content.encode("utf-8", "replace") + b"\0")
         command = _read_command(reply.content) if self._office.interface != "screen" else None
-        action = read_screen_reply(reply, "text") if command is None else None
+        action = self._portal.read(reply) if command is None else None
         is_done = isinstance(action, ScreenAction) and action.kind == "done"
         is_last = self._turn >= self._world.max_turns
         if command is not None:
             answer, is_unparsable = await self._run(command), False
         elif isinstance(action, ScreenAction) and (is_done or self._office.interface != "shell"):
             answer, is_unparsable = "" if is_done else await self._act(action), False
+        elif isinstance(action, str) and action.startswith(NOTE) and self._office.interface != "shell":
+            answer, is_unparsable = f"{action}\n\n{await self._portal.show()}", False
         else:
             answer, is_unparsable = "No action found. Write one of the actions, or done.", True
         if is_done or is_last:

@@ -17,7 +17,7 @@ from turnwise.envs.browser.gateway import WebRequest, WebResponse
 from turnwise.envs.browser.page import PageOptions, PageSession
 from turnwise.envs.browser.sites.markup import field, form, link, links, paragraph, whole_page
 from turnwise.envs.library.workspace_office import MAX_TEXT, ROWS, OfficeWork
-from turnwise.envs.screen import ScreenAction
+from turnwise.envs.screen import ScreenAction, read_screen_reply
 from turnwise.envs.scripted import ScriptedPlayer
 from turnwise.trajectory import Message
 
@@ -84,6 +84,10 @@ class OfficePages:
         self._max_chars = max_chars
         self._folder: TemporaryDirectory[str] | None = None
         self._page: PageSession | None = None
+
+    def read(self, reply: Message) -> ScreenAction | str:
+        """Read the action of a reply. A text is what was wrong with it."""
+        return read_screen_reply(reply, "text")
 
     @property
     def sent(self) -> Mapping[str, str]:

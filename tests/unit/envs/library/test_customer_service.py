@@ -229,7 +229,7 @@ def test_the_seed_chooses_the_words_and_nothing_else() -> None:
 
 def test_it_keeps_the_rules_of_a_world_and_its_splits_share_no_task() -> None:
     for world in (CustomerService(level=0), CustomerService(level=5, protocol="line")):
-        report = check_env(world, num_tasks=2, deadline_s=120)
+        report = check_env(world, num_tasks=1, deadline_s=120)
         assert report.is_ok, report
         train, test = ({str(task.data) for task in world.tasks(split, 300, 0)} for split in ("train", "test"))
         assert not train & test
@@ -273,6 +273,19 @@ def test_a_policy_that_plays_the_customer_succeeds_if_it_tells_what_it_is_asked_
         assert last_step(task, right, world).is_success
         wrong = last_step(task, ["Hello.", *right[1:]], world)
         assert (wrong.is_success, wrong.info["user_errors"], wrong.reward) == (False, 1.0, 0.0)
+
+
+@for_each("level", [2, 5])
+def test_a_customer_that_recites_its_whole_brief_is_seen_and_its_seat_does_not_succeed(level: int) -> None:
+    clerk, world = CustomerService(level=level), CustomerService(level=level, side="customer")
+    for task, dialogue in zip(world.tasks("train", 5, 0), world.demonstrations(5, 0), strict=True):
+        right = [message.content for message in dialogue if message.role == "assistant"]
+        assert last_step(task, right, world).info["user_unasked"] == 0
+        everything = " ".join(right)
+        step = last_step(task, [everything, *right[1:]], world)
+        assert (step.is_success, step.info["user_errors"]) == (False, 0.0)
+        assert step.info["user_unasked"] > 0
+        assert played(clerk, task, clerk.expert(task, 0)).info["user_unasked"] == 0
 
 
 @pytest.mark.model

@@ -19,6 +19,8 @@ SHORTER: dict[str, dict[str, Any]] = {
 }
 LONG = {"browser", "household", "phone", "repository", "workflow", "workspace"}
 """Worlds of long attempts. Their presets for `tiny` choose short tasks, or a memory."""
+IN_SANDBOX = {"code", "swe"}
+"""Worlds whose demonstrations start a sandbox each."""
 WORLDS: list[tuple[str, dict[str, Any]]] = [
     *((name, SHORTER.get(name, {})) for name in plain_world_names() if name not in LONG),
     ("calculator", {"protocol": "tool_call"}),
@@ -34,7 +36,7 @@ def test_demonstrated_replies_and_dialogues_fit_the_tiny_model(name: str, option
     def count(text: str) -> int:
         return len(tokenizer.encode(text).ids)
 
-    dialogues = world.demonstrations(60, 0)
+    dialogues = world.demonstrations(12 if name in IN_SANDBOX else 60, 0)
     replies = [message.content for dialogue in dialogues for message in dialogue if message.role == "assistant"]
     assert max(count(reply) + 1 for reply in replies) <= world.max_tokens  # with the token that ends the turn
     lengths = [sum(count(message.content) + NUM_TEMPLATE_TOKENS for message in dialogue) for dialogue in dialogues]

@@ -328,7 +328,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
 
 def test_demonstrations_use_no_line_number_that_was_not_shown_before() -> None:
     for hint in ("none", "line"):
-        for dialogue in Swe(hint=hint).demonstrations(24, 0):
+        for dialogue in Swe(hint=hint).demonstrations(8, 0):
             shown = dialogue[1].content
             for message in dialogue[2:]:
                 if message.role != "assistant":

@@ -10,7 +10,7 @@ import pytest
 from cases import for_each
 from turnwise.envs.base import EnvStep, assistant
 from turnwise.envs.library.workspace import Workspace, WorkspaceEnv
-from turnwise.envs.library.workspace_office import Interface, OfficeChore, OfficeWork
+from turnwise.envs.library.workspace_office import Interface, OfficeChore, OfficeWork, expert_replies
 from turnwise.envs.sandbox import Sandbox
 from turnwise.envs.scripted import play_script
 from turnwise.errors import ConfigError
@@ -29,8 +29,8 @@ def office(interface: Interface, *chores: OfficeChore) -> OfficeWork:
     )
 
 
-async def play(given: OfficeWork, replies: Sequence[str]) -> list[EnvStep]:
-    world = Workspace(interface=given.interface, chores=max(1, len(given.chores)))
+async def play(given: OfficeWork, replies: Sequence[str], *, by_name: bool = False) -> list[EnvStep]:
+    world = Workspace(interface=given.interface, chores=max(1, len(given.chores)), by_name=by_name)
     env = WorkspaceEnv(world, Sandbox(), given)
     try:
         await env.start()
@@ -114,6 +114,41 @@ def test_every_interface_has_the_same_tasks_and_the_expert_does_them_in_fewer_ac
     assert sum(turns["shell"]) < sum(turns["both"]) < sum(turns["screen"])
 
 
+def test_screens_by_name_are_short_and_take_a_report_in_one_box() -> None:
+    world = Workspace(interface="screen", chores=1, by_name=True)
+    given = office("screen", OfficeChore(kind="count", name="Ann", value="2"))
+
+    async def go() -> list[EnvStep]:
+        env = WorkspaceEnv(world, Sandbox(), given)
+        opening = await env.start()
+        assert opening[1].content.endswith("\n\nAnn 17\nBen 5\nAnn 28\ntextbox Report\nbutton Send")
+        replies = ["click Download", "type Ann = 2", "type Report = Ann", "click Send", "type Report = Ann 2"]
+        steps = [await env.step(assistant(reply)) for reply in replies]
+        fork = env.fork()
+        return [*steps, *[await fork.step(assistant(reply)) for reply in ("click Send", "done")]]
+
+    steps = run_to_end(go())
+    assert said(steps[0]).startswith("note: there is no Download on the page\n\nAnn 17\n")
+    assert not steps[0].is_unparsable
+    assert "there is no Ann" in said(steps[1])
+    assert said(steps[2]) == "textbox Report = Ann"
+    assert said(steps[3]) == "Fill in NAME VALUE first.\n\n(nothing new on the screen)"
+    assert said(steps[5]) == "sent: Ann 2\ntextbox Report"
+    assert steps[-1].is_success
+
+
+def test_by_name_too_every_interface_has_the_same_tasks_and_an_expert_who_does_them() -> None:
+    kinds, options = {"count"}, {"orders": 4, "customers": 2, "chores": 1, "reports_only": True, "by_name": True}
+    worlds = [Workspace(interface=each, reports=sorted(kinds), **options) for each in ("shell", "screen", "both")]
+    tasks = [world.tasks("test", 1, seed=5) for world in worlds]
+    assert tasks[0] == tasks[1] == tasks[2]
+    assert {chore["kind"] for (task,) in tasks for chore in task.data["chores"]} == kinds
+    assert {name for _, name, _ in tasks[0][0].data["orders"]} <= {"Ann", "Ben"}
+    for world, (task,) in zip(worlds, tasks, strict=True):
+        given = OfficeWork.from_json(task.data, world.interface)
+        assert run_to_end(play(given, expert_replies(given, by_name=True), by_name=True))[-1].is_success
+
+
 def test_a_fork_has_its_own_screens_shell_and_database() -> None:
     world = Workspace(chores=4, orders=16)
     (task,) = world.tasks("train", 1, seed=2)
@@ -164,7 +199,18 @@ def test_random_play_does_not_solve_it() -> None:
 
 
 @for_each(
-    "options", [{"interface": "voice"}, {"chores": 0}, {"orders": 3}, {"command_s": 0.0}, {"partial_credit": -1.0}]
+    "options",
+    [
+        {"interface": "voice"},
+        {"chores": 0},
+        {"orders": 3},
+        {"customers": 1},
+        {"reports": []},
+        {"reports": ["average"]},
+        {"browser": True, "by_name": True},
+        {"command_s": 0.0},
+        {"partial_credit": -1.0},
+    ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
