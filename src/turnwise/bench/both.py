@@ -182,7 +182,8 @@ class RlStep:
 
 def memory_split(engine: Engine, adapter: LoraAdapter, merged: dict[str, Tensor], peak: float) -> dict[str, float]:
     """GiB by purpose. The extra memory of a training pass can only be measured on a GPU."""
-    cache = [side for layer in range(engine.model.kv_shape.num_layers) for side in engine.sampler.cache.layer(layer)]
+    own = [layer for layer, keys in enumerate(engine.model.kv_shape.keys) if keys.source == layer]
+    cache = [side for layer in own for side in engine.sampler.cache.layer(layer)]
     frozen = [*engine.model.body.parameters(), engine.model.head.weight]
     split = {
         "weights_gib": _gib([*frozen, *(group.weight for group in engine.model.groups)]),

@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -88,7 +88,7 @@ class _GamesDone:
 @contextlib.contextmanager
 def _seat(
     players: Sequence[str], policy: PolicySampler, world: World, sided: TwoSidedWorld
-) -> Iterator[dict[str, Opponent | None]]:
+) -> Generator[dict[str, Opponent | None]]:
     """The players, with their models loaded. Scripts alone need no model."""
     config = policy.config
     if all(name in sided.scripted_opponents for name in players):

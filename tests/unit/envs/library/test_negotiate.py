@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.envs.base import Task, assistant
+from turnwise.envs.base import Split, Task, assistant
 from turnwise.envs.check import check_env
 from turnwise.envs.game import Game
 from turnwise.envs.library.negotiate import Negotiate, NegotiateGame
@@ -131,12 +131,13 @@ def test_out_of_domain_games_and_held_out_payoffs_are_never_trained_on() -> None
 
 
 def test_roles_and_beginners_alternate_in_every_game() -> None:
-    for world, split in (
+    splits: list[tuple[Negotiate, Split]] = [
         (Negotiate(), "train"),
         (Negotiate(), "test"),
         (Negotiate(held_out="payoffs"), "test"),
         (Negotiate(games="rental,hotel,merger"), "test"),
-    ):
+    ]
+    for world, split in splits:
         tasks = world.tasks(split, 200, 5)
         for game in {task.data["game"] for task in tasks}:
             seats = Counter((task.data["seat"], task.data["first"]) for task in tasks if task.data["game"] == game)
