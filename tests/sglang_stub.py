@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +59,7 @@ class SglangStub:
     """hang, error, garbage, nan, short: what `/generate` does instead of answering."""
     load_s: float = 0.0
     draw_s: float = 0.0
+    """How long loading and drawing take. What is under way ends as soon as less is set."""
     is_raw: bool = False
     """Started with SGLANG_RETURN_ORIGINAL_LOGPROB."""
     chunk: int = 0
@@ -178,7 +179,7 @@ class SglangStub:
         name, path = body["lora_name"], body["lora_path"]
         if name in self.adapters:
             return _refused(f"LoRA with name {name} already exists", "success")
-        await asyncio.sleep(self.load_s)
+        await _wait_while(lambda waited_s: waited_s < self.load_s)
         if not (Path(path) / "adapter_model.safetensors").is_file():
             return _refused(f"cannot read {path}", "success")
         copy = self._as_own(Path(path), name)
@@ -259,7 +260,7 @@ class SglangStub:
             return JSONResponse({"error": {"message": "CUDA error: device-side assert triggered"}}, 500)
         if self.fault == "garbage":
             return PlainTextResponse("<html>gateway</html>")
-        await asyncio.sleep(self.draw_s)
+        await _wait_while(lambda waited_s: waited_s < self.draw_s)
         drawn = await self._draw(name, body)
         said = await self._to_answer(name, body, drawn)
         if self.fault == "nan":
@@ -395,6 +396,12 @@ def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
+
+
+async def _wait_while(is_early: Callable[[float], bool]) -> None:
+    begun_s = time.monotonic()
+    while is_early(time.monotonic() - begun_s):
+        await asyncio.sleep(0.01)
 
 
 def _refused(message: str, kind: str) -> Response:
