@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install --quiet "$$(grep '^uv==' constraints.txt)"
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $(CONSTRAINED) || $(BIN)/python -m pip install --quiet $(CONSTRAINED)
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(CONSTRAINED) || $(BIN)/python -m pip install --quiet $(CONSTRAINED)
 	@touch $@
 
 # Models of the store are fetched first; any other MODEL is a directory, a .gguf file or a name on the hub.
