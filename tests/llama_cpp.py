@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from service_process import sdk_python
-
 VERSION = "2026.10.11549"
 RUN_S = 300.0
 
 
 def next_token_logprobs(model: Path, prompts: Sequence[list[int] | str]) -> list[list[float]]:
     """For each prompt, ids or a text, the logprob of every token of the vocabulary as the next one."""
+    from service_process import sdk_python  # not in llama.cpp's environment
+
     done = subprocess.run(
         [str(sdk_python("xllamacpp", VERSION)), __file__, str(model)],
         input=json.dumps(list(prompts)),
