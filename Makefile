@@ -27,7 +27,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 CONSTRAINED := -c $(VENV)/constraints.txt -e '.[dev]'
 
-.PHONY: help setup sandbox browser train test check quick quick-worlds quick-play quick-others format docs bench campaign clean
+.PHONY: help setup sandbox browser train test check quick quick-worlds quick-engine quick-others format docs bench campaign clean
 .DEFAULT_GOAL := help
 
 help:
@@ -90,6 +90,7 @@ SERVICES := $(wildcard $(addprefix tests/contract/test_,*_sdk.py *_client.py ser
 CLUSTERS := $(wildcard $(addprefix tests/e2e/test_,cluster_*.py env_workers.py *learners.py ray.py samplers.py sglang.py torchrun.py full_weights.py))
 WORLDS := tests/unit/envs
 PLAY := $(addprefix tests/unit/,judges rollout single_turn)
+ENGINE := $(addprefix tests/unit/,engine training)
 test-services: $(STAMP)
 	$(PIECE) $(SERVICES) $(FAILED)
 
@@ -127,18 +128,18 @@ check: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
 # More at once than cores, because many tests wait: for deadlines, sandboxes, other processes.
-QUICK_TESTS := $(TESTS) -m 'not gpu and not slow and not model'
+QUICK_TESTS := OMP_NUM_THREADS=1 $(TESTS) -m 'not gpu and not slow and not model'
 quick: $(STAMP) sandbox
-	@$(MAKE) --no-print-directory -j4 quick-worlds quick-play check quick-others
+	@$(MAKE) --no-print-directory -j4 check quick-worlds quick-others quick-engine
 
 quick-worlds: $(STAMP)
 	$(QUICK_TESTS) $(WORLDS)
 
-quick-play: $(STAMP)
-	$(QUICK_TESTS) $(PLAY)
+quick-engine: $(STAMP)
+	$(QUICK_TESTS) $(PLAY) $(ENGINE)
 
 quick-others: $(STAMP)
-	$(QUICK_TESTS) $(addprefix --ignore ,$(WORLDS) $(PLAY)) tests/unit
+	$(QUICK_TESTS) $(addprefix --ignore ,$(WORLDS) $(PLAY) $(ENGINE)) tests/unit
 
 format: $(STAMP)
 	$(BIN)/ruff format .
