@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from turnwise.cli import main
+from turnwise.envs.library.sql_datasets import load_dataset
 from turnwise.envs.prepare.registry import PreparedData, prepare_data
 from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError
@@ -141,13 +142,16 @@ def test_hotpotqa_gives_questions_and_a_corpus_that_answers_them(source: Path) -
         prepare("hotpotqa", source)
 
 
-def spider(source: Path) -> None:
-    database = source / "database" / "pets" / "pets.sqlite"
+def write_pets(database: Path) -> None:
     database.parent.mkdir(parents=True)
     with closing(sqlite3.connect(database)) as connection:
         connection.execute("CREATE TABLE pets (name TEXT, age INTEGER)")
         connection.executemany("INSERT INTO pets VALUES (?, ?)", [(f"pet {n}", n) for n in range(5)])
         connection.commit()
+
+
+def spider(source: Path) -> None:
+    write_pets(source / "database" / "pets" / "pets.sqlite")
     rows = [
         {"db_id": "pets", "question": f"How many are over {n}?", "query": f"SELECT COUNT(*) FROM pets WHERE age > {n}"}
         for n in range(3)
@@ -167,6 +171,23 @@ def test_spider_leaves_out_what_does_not_run_and_says_how_many(source: Path) -> 
     (source / "database" / "pets" / "pets.sqlite").unlink()
     with pytest.raises(ConfigError, match=r"asks about pets, but there is no pets/pets\.sqlite"):
         prepare("spider", source)
+
+
+def test_bird_keeps_its_two_folders_and_its_hints(source: Path) -> None:
+    row = {"db_id": "pets", "question": "How many are old?", "evidence": "old is over 3"}
+    for split in ("train", "dev"):
+        write_pets(source / split / f"{split}_databases" / "pets" / "pets.sqlite")
+        gold = {"SQL": "SELECT COUNT(*) FROM pets WHERE age > 3;"}
+        write_json(source / split / f"{split}.json", [{**row, **gold}, {**row, "SQL": "SELECT old FROM pets"}])
+    done = prepare("bird", source)
+    assert dict(done.rows) == {"train/train.json": 1, "dev/dev.json": 1}
+    assert dict(done.dropped) == {"questions whose gold query does not run": 2}
+    get_world("text_to_sql", path=done.target)
+    found = load_dataset(done.target)
+    assert [found[split][0].text for split in ("train", "test")] == ["How many are old?\nHint: old is over 3"] * 2
+    (source / "dev" / "dev.json").write_text("[{}]", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"dev\.json, row 1: expected db_id, question, and the gold as query or SQL"):
+        prepare("bird", source)
 
 
 def test_chinook_is_read_from_the_rows_of_a_package(source: Path) -> None:
