@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import turnwise as tw
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.runlog.reader import is_run
+from turnwise.training.run import ELSEWHERE_POLL_S
 from turnwise.training.setup import claim_directory, set_up_new
 from turnwise.watch.observer import ObserverError
 from unit.training.conftest import SMALL as QUICK
@@ -253,6 +255,39 @@ def test_an_evaluation_of_what_is_no_policy_is_refused() -> None:
 async def test_a_started_run_is_awaited(tmp_path: Path) -> None:
     run = await tw.start("guess_number", **SMALL, steps=1, directory=tmp_path / "run").wait_async()
     assert run.state == "finished"
+
+
+async def test_waiting_for_a_finished_run_that_was_opened_ends_at_once(tmp_path: Path) -> None:
+    await tw.start("guess_number", **SMALL, steps=1, directory=tmp_path / "run").wait_async()
+    opened = tw.Run.open(tmp_path / "run")
+    assert (await asyncio.wait_for(opened.wait_async(), 30)) is opened
+    assert opened.wait().state == "finished"
+
+
+async def test_waiting_for_an_opened_run_lasts_as_long_as_it_trains(tmp_path: Path) -> None:
+    run = tw.start("guess_number", **SMALL, steps=10_000, directory=tmp_path / "run")
+    while not run.metrics["step"]:
+        await asyncio.sleep(0.02)
+    opened = tw.Run.open(run.directory)
+    awaited, waited = asyncio.create_task(opened.wait_async()), asyncio.create_task(asyncio.to_thread(opened.wait))
+    done, _ = await asyncio.wait([awaited, waited], timeout=3 * ELSEWHERE_POLL_S)
+    assert (run.state, done) == ("running", set())
+    run.stop()
+    assert [one.state for one in await asyncio.gather(awaited, waited)] == ["stopped", "stopped"]
+    run.wait()
+
+
+async def test_giving_up_the_wait_for_an_opened_run_leaves_it_alone(tmp_path: Path) -> None:
+    run = tw.start("guess_number", **SMALL, steps=10_000, directory=tmp_path / "run")
+    while not run.metrics["step"]:
+        await asyncio.sleep(0.02)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(tw.Run.open(run.directory).wait_async(), ELSEWHERE_POLL_S)
+    before = len(run.metrics["step"])
+    while len(run.metrics["step"]) < before + 2:
+        await asyncio.sleep(0.02)
+    run.stop()
+    assert run.wait().state == "stopped"
 
 
 def test_help_shows_the_forms_that_work() -> None:
