@@ -17,8 +17,9 @@ import pytest
 import turnwise as tw
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.runlog.reader import is_run
+from turnwise.training.objects import PythonObjects
 from turnwise.training.run import ELSEWHERE_POLL_S
-from turnwise.training.setup import claim_directory, set_up_new
+from turnwise.training.setup import claim_directory, set_up_new, set_up_resume
 from turnwise.watch.observer import ObserverError
 from unit.training.conftest import SMALL as QUICK
 
@@ -208,6 +209,20 @@ def test_an_error_at_the_end_is_told_and_agrees_with_the_state_of_the_run(tmp_pa
     with pytest.raises(ObserverError, match=r"logger ClosingLogger.log raised OSError: no route. The run was stopped"):
         run.wait()
     assert (run.state, tw.Run.open(run.directory).state) == ("stopped", "stopped")
+
+
+def test_a_run_that_goes_on_without_its_loggers_says_so(tmp_path: Path) -> None:
+    class Printer:
+        def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    directory = tmp_path / "run"
+    tw.train("guess_number", **SMALL, loggers=[Printer()], steps=1, directory=directory)
+    (note,) = set_up_resume(directory).notes
+    assert f"turnwise.Run.resume({str(directory)!r}, loggers=[Printer])" in note
+    assert set_up_resume(directory, objects=PythonObjects(loggers=[Printer()])).notes == ()
+    view = Messages()
+    tw.Run.resume(directory, ["train.steps=2"], observer=view)
+    assert any("loggers=[Printer]" in text for text in view.texts)
 
 
 def test_a_reader_refuses_names_that_there_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
