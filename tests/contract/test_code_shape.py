@@ -8,12 +8,15 @@ from __future__ import annotations
 import ast
 import graphlib
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import turnwise
+from turnwise.config.files import option_paths
+from turnwise.runtime.exit_codes import ExitCode
 
 SOURCE = Path(turnwise.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -60,6 +63,12 @@ SPLATS: dict[str, str] = {}
 
 DEVICE_CHECKS = {
     "engine/device_info.py": "finds out which device there is, and what memory a GPU has",
+}
+
+FILES_OF_OTHERS = {
+    "backends/__init__.py turnwise/backends/NAME.py": "NAME stands for the name of a backend",
+    "backends/servers/vllm_transfer.py vllm/distributed/weight_transfer/ipc_engine.py": "a file of vLLM",
+    "envs/library/swe_patch.py dir/file.py": "a file of the repository that is mended",
 }
 
 ENDS_A_PROCESS = "os._exit is Python's name"
@@ -261,6 +270,35 @@ def test_a_docstring_says_what_it_describes() -> None:
         if node.value.value.startswith(("Of ", "That "))
     }
     check(riddles, {}, "docstrings that begin with `Of` or `That`")
+
+
+def test_a_file_or_a_module_that_the_code_names_is_there() -> None:
+    is_option = set(option_paths()).__contains__
+    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir()}
+    stale: dict[str, str] = {}
+    for name in modules():
+        text = (SOURCE / name).read_text(encoding="utf-8")
+        for file in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
+            if not any((place / file).is_file() for place in (SOURCE / name).parents):
+                stale[f"{name} {file}"] = "no such file"
+        for room, module in re.findall(r"`(?:turnwise\.)?([a-z_]+)\.([a-z_]+)`", text):
+            is_there = (SOURCE / room / f"{module}.py").is_file() or (SOURCE / room / module).is_dir()
+            is_file_name = module in ("py", "json")
+            if room in rooms - {"config"} and not (is_there or is_file_name or is_option(f"{room}.{module}")):
+                stale[f"{name} {room}.{module}"] = "no such module or option"
+    check(stale, FILES_OF_OTHERS, "names of files and modules that are not there")
+
+
+def test_a_command_ends_with_an_exit_code_that_has_a_name() -> None:
+    found = {
+        f"{name}:{node.lineno}": ast.unparse(node)
+        for name, module in modules().items()
+        if name == "cli.py" or name.startswith("commands/")
+        for node in ast.walk(module)
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Constant) and type(node.value.value) is int
+        if node.value.value != ExitCode.OK
+    }
+    check(found, {}, "commands that return a bare number; `runtime/exit_codes.py` has the names")
 
 
 def test_tests_use_public_names() -> None:

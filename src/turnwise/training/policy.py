@@ -374,7 +374,7 @@ def find_policy(
         row = found.row
         return PolicySampler(config, data_dir=path, checkpoint=row.path, step=row.step, why=found.why, objects=objects)
     if step is not None:
-        raise ConfigError(f"--step is for run directories; {target} is none")
+        raise ConfigError(f"step {step} names a checkpoint of a run, and {target} is no run's directory; leave it out")
     if target.startswith(SCHEMES):
         path = CheckpointStore(model_store.home()).directory(target)
     if target.startswith(SCHEMES) or (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file():

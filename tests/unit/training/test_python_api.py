@@ -265,6 +265,8 @@ def test_an_evaluation_of_what_is_no_policy_is_refused() -> None:
         tw.eval(Quiz)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="tiny does not say which world it is for; add env=NAME"):
         tw.eval("tiny")
+    with pytest.raises(ConfigError, match=r"^step 3 names a checkpoint of a run, and tiny is no run's directory"):
+        tw.eval("tiny", env="guess_number", step=3)
 
 
 async def test_a_started_run_is_awaited(tmp_path: Path) -> None:
