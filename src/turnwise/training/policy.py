@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from turnwise.backends import BackendSetup, find_publisher, make_publisher
+from turnwise.backends import BackendSetup, Publisher, find_publisher, make_publisher
 from turnwise.client.base import SamplingClient
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore, read_info
-from turnwise.client.publish import Publisher, VersionedSampler
+from turnwise.client.publish import VersionedSampler
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import World, user
