@@ -8,12 +8,15 @@ from __future__ import annotations
 import ast
 import graphlib
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import turnwise
+from turnwise.config.files import option_paths
+from turnwise.runtime.exit_codes import ExitCode
 
 SOURCE = Path(turnwise.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -59,7 +62,15 @@ REPEATED_BLOCKS = {
 SPLATS: dict[str, str] = {}
 
 DEVICE_CHECKS = {
-    "engine/device_info.py": "finds out which device there is, and what memory a GPU has",
+    "bench/": "a figure says on which device it was measured",
+    "engine/device_info.py": "finds out which device there is, and what memory a GPU has, with torch's names",
+    "engine/threads.py": "cpu is the name of a controller of cgroups",
+}
+
+FILES_OF_OTHERS = {
+    "backends/__init__.py turnwise/backends/NAME.py": "NAME stands for the name of a backend",
+    "backends/servers/vllm_transfer.py vllm/distributed/weight_transfer/ipc_engine.py": "a file of vLLM",
+    "envs/library/swe_patch.py dir/file.py": "a file of the repository that is mended",
 }
 
 ENDS_A_PROCESS = "os._exit is Python's name"
@@ -219,14 +230,16 @@ def test_a_function_takes_few_parameters() -> None:
     check(offending_functions(describe), MANY_PARAMETERS, f"functions with more than {MAX_PARAMETERS} parameters")
 
 
-def asks_for_device(node: ast.AST) -> bool:
+def asks_for_device(node: ast.AST, *, is_in_engine: bool) -> bool:
     """Reads `device.type` or `is_cuda`, calls `torch.cuda`, or compares something with a device's name."""
     if isinstance(node, ast.Attribute):
         is_of_device = isinstance(node.value, ast.Name | ast.Attribute) and ast.unparse(node.value).endswith("device")
         is_type = node.attr in ("type", "kind") and is_of_device
-        return is_type or node.attr in ("is_cuda", "is_cpu") or ast.unparse(node) == "torch.cuda"
+        is_read = is_type and is_in_engine  # elsewhere a plan or a message may name the device
+        return is_read or node.attr in ("is_cuda", "is_cpu") or ast.unparse(node) == "torch.cuda"
     if isinstance(node, ast.Compare):
-        return any(isinstance(one, ast.Constant) and one.value == "cuda" for one in [node.left, *node.comparators])
+        sides = [one.value for one in [node.left, *node.comparators] if isinstance(one, ast.Constant)]
+        return not {"cpu", "cuda"}.isdisjoint(sides)
     return False
 
 
@@ -234,9 +247,9 @@ def test_only_ops_know_which_device_they_run_on() -> None:
     found = {
         f"{name}:{node.lineno}": ast.unparse(node)[:80]
         for name, module in modules().items()
-        if name.startswith("engine/") and not name.startswith("engine/ops/")
+        if not name.startswith("engine/ops/")
         for node in ast.walk(module)
-        if isinstance(node, ast.expr) and asks_for_device(node)
+        if isinstance(node, ast.expr) and asks_for_device(node, is_in_engine=name.startswith("engine/"))
     }
     check(found, DEVICE_CHECKS, "ask `ops.for_device(device)`, or its facts, in place of the device's type")
 
@@ -261,6 +274,35 @@ def test_a_docstring_says_what_it_describes() -> None:
         if node.value.value.startswith(("Of ", "That "))
     }
     check(riddles, {}, "docstrings that begin with `Of` or `That`")
+
+
+def test_a_file_or_a_module_that_the_code_names_is_there() -> None:
+    is_option = set(option_paths()).__contains__
+    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir()}
+    stale: dict[str, str] = {}
+    for name in modules():
+        text = (SOURCE / name).read_text(encoding="utf-8")
+        for file in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
+            if not any((place / file).is_file() for place in (SOURCE / name).parents):
+                stale[f"{name} {file}"] = "no such file"
+        for room, module in re.findall(r"`(?:turnwise\.)?([a-z_]+)\.([a-z_]+)`", text):
+            is_there = (SOURCE / room / f"{module}.py").is_file() or (SOURCE / room / module).is_dir()
+            is_file_name = module in ("py", "json")
+            if room in rooms - {"config"} and not (is_there or is_file_name or is_option(f"{room}.{module}")):
+                stale[f"{name} {room}.{module}"] = "no such module or option"
+    check(stale, FILES_OF_OTHERS, "names of files and modules that are not there")
+
+
+def test_a_command_ends_with_an_exit_code_that_has_a_name() -> None:
+    found = {
+        f"{name}:{node.lineno}": ast.unparse(node)
+        for name, module in modules().items()
+        if name == "cli.py" or name.startswith("commands/")
+        for node in ast.walk(module)
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Constant) and type(node.value.value) is int
+        if node.value.value != ExitCode.OK
+    }
+    check(found, {}, "commands that return a bare number; `runtime/exit_codes.py` has the names")
 
 
 def test_tests_use_public_names() -> None:

@@ -1,4 +1,4 @@
-"""Changes that take one file: a world from outside the package, an option that shapes rewards.
+"""Changes that take one file or two: a world from outside the package, an option that shapes rewards, a metric.
 
 (An end reason: `tests/unit/test_trajectory.py`.)
 """
@@ -62,24 +62,37 @@ def test_a_world_from_outside_passes_the_same_checks_as_a_shipped_one(tmp_path: 
     assert not report.failed, str(report)
 
 
-SHAPING_WITH_A_BONUS = """
+EDIT = """
 import importlib.util, pathlib, sys
 import turnwise
 
-path = pathlib.Path(turnwise.__file__).parent / "credit" / "shaping.py"
-option = "    potential: bool = Field("
-bonus = '    turn_bonus: float = Field(default=0.0, description="Added to the reward of every turn.")'
-rule = "    if reward.potential:"
-added = "    for own in parts: own['shaping'] = own.get('shaping', 0.0) + reward.turn_bonus"
-text = path.read_text()
-for marker, line in ((option, bonus), (rule, added)):
-    assert text.count(marker) == 1, marker
-    text = text.replace(marker, line + chr(10) + marker)
-spec = importlib.util.spec_from_file_location("turnwise.credit.shaping", path)
-module = importlib.util.module_from_spec(spec)
-sys.modules["turnwise.credit.shaping"] = module
-exec(compile(text, str(path), "exec"), module.__dict__)
+def edit(name, *lines):
+    '''Load the module `turnwise.NAME` with lines put before lines that are there.'''
+    path = pathlib.Path(turnwise.__file__).parent.joinpath(*name.split(".")).with_suffix(".py")
+    text = path.read_text()
+    for marker, line in lines:
+        assert text.count(marker) == 1, marker
+        text = text.replace(marker, line + chr(10) + marker)
+    spec = importlib.util.spec_from_file_location(f"turnwise.{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[f"turnwise.{name}"] = module
+    exec(compile(text, str(path), "exec"), module.__dict__)
+"""
 
+SHAPING_WITH_A_BONUS = (
+    EDIT
+    + """
+edit(
+    "credit.shaping",
+    (
+        "    potential: bool = Field(",
+        '    turn_bonus: float = Field(default=0.0, description="Added to the reward of every turn.")',
+    ),
+    (
+        "    if reward.potential:",
+        "    for own in parts: own['shaping'] = own.get('shaping', 0.0) + reward.turn_bonus",
+    ),
+)
 from turnwise.config.files import load_config
 from turnwise.credit.shaping import Shaping, shape_group
 from turnwise.trajectory import EndReason, Message, Trajectory, TrajectoryGroup, Turn
@@ -91,8 +104,54 @@ attempt = Trajectory(task_id="t", attempt=0, seed=0, turns=(turn, turn), end_rea
 shaped = shape_group(TrajectoryGroup(task_id="t", trajectories=(attempt,)), Shaping(reward=config.reward))
 assert list(shaped.rewards) == [0.5]
 """
+)
+
+
+METRIC_OF_SHORT_ATTEMPTS = (
+    EDIT
+    + """
+edit(
+    "watch.catalogue",
+    (
+        '        ("rollout/turns_mean", ',
+        '        ("rollout/turns_min", "turns", "Turns of the shortest attempt."),',
+    ),
+)
+edit(
+    "rollout.stats",
+    (
+        '        values["attempts_kept"] = ',
+        '        if self.kept: values["turns_min"] = float(min(len(one.turns) for one in self.kept))',
+    ),
+)
+
+from turnwise.rollout.stats import RolloutStats
+from turnwise.trajectory import EndReason, Message, Trajectory, Turn
+from turnwise.watch.catalogue import check_names, metrics_page
+
+reply = Message(role="assistant", content="hi")
+turn = Turn(prompt_ids=(1,), sampled_ids=(2,), sampler_logprobs=(-1.0,), policy_version=0, reply=reply)
+stats = RolloutStats()
+for count in (2, 3):
+    stats.kept.append(
+        Trajectory(task_id="t", attempt=0, seed=0, turns=(turn,) * count, end_reason=EndReason.TERMINATED)
+    )
+metrics = stats.metrics()
+check_names(metrics)
+assert metrics["rollout/turns_min"] == 2
+assert "`rollout/turns_min`" in metrics_page()
+"""
+)
+
+
+def _run(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_option_that_shapes_rewards_is_a_field_and_a_rule_in_one_file() -> None:
-    done = subprocess.run([sys.executable, "-c", SHAPING_WITH_A_BONUS], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    _run(SHAPING_WITH_A_BONUS)
+
+
+def test_a_metric_is_computed_in_one_file_and_described_in_another() -> None:
+    _run(METRIC_OF_SHORT_ATTEMPTS)

@@ -1,4 +1,8 @@
-"""Who samples: one file per backend, found by its name.
+"""Who samples, and how new weights get there: one file per backend, found by its name.
+
+The loop trains; a `Publisher` brings the trainer's weights to a sampler and returns a client for them:
+
+    sampler = await publisher.publish(trainer, version)
 
 `rollout.backend=NAME` loads `turnwise/backends/NAME.py` and takes the `Publisher` that the file defines. So a new
 backend is one new file here, and nothing else changes. A backend of your own needs no place in the package:
@@ -9,12 +13,15 @@ with a `BackendSetup`, and closed at the run's end.
 from __future__ import annotations
 
 import pkgutil
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
-from turnwise.client.publish import Publisher
+from turnwise.client.base import SamplingClient, TrainingClient
+from turnwise.client.publish import VersionedSampler
 from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.errors import ConfigError
 from turnwise.rollout.config import RolloutConfig
@@ -49,6 +56,79 @@ class BackendSetup:
     """
 
 
+class Publisher(ABC):
+    """Brings a trainer's weights to a sampler.
+
+    Attempts that are under way when new weights are published keep their client; a client must stay usable until the
+    publisher is closed, or for as long as somebody holds it.
+    """
+
+    takes_full_weights = False
+    """Whether it can bring over weights that are all trained (`model.train=full`), not only an adapter."""
+
+    dtype: str | None = None
+    """The type that the sampler computes in, such as `bfloat16`, where it differs from the trainer's. The certificate
+    allows for its rounding."""
+
+    def __init__(self, setup: BackendSetup | None = None) -> None:
+        """Start nothing yet.
+
+        Args:
+            setup: What the run tells its backend: how it plays, where the model and the run are. A run always passes
+                it.
+        """
+        self.setup = setup
+
+    @classmethod
+    def check_options(cls, rollout: RolloutConfig) -> None:  # noqa: ARG003
+        """Refuse options that the backend cannot work with; called before anything is spent."""
+        return
+
+    @classmethod
+    def describe(cls, rollout: RolloutConfig) -> str:
+        """Say in a line who samples, for the plan of a run."""
+        return rollout.backend
+
+    async def publish(self, trainer: TrainingClient, version: int) -> VersionedSampler:
+        """Bring over the trainer's weights as they are now, and return a client that samples from them."""
+        return VersionedSampler(await self.deliver(trainer, version), version)
+
+    @abstractmethod
+    async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
+        """Bring the weights to the sampler. A backend implements this; `publish` puts the version on the client."""
+
+    async def serve(self, adapter: Path | None, version: int = 0) -> VersionedSampler:
+        """Sample from files, without a trainer: PEFT files in a directory, or None for the base model as it is."""
+        return VersionedSampler(await self.deliver_files(adapter, version), version)
+
+    async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:  # noqa: ARG002
+        """Bring files to the sampler. A backend that can sample without a trainer implements this."""
+        raise ConfigError(
+            f"{type(self).__name__} samples for a trainer only: it has no deliver_files(adapter, version); "
+            "expected rollout.backend=local, or a backend that has it"
+        )
+
+    async def rest(self) -> None:
+        """Give the sampler's memory back before a training pass, if it can; the next request takes it again."""
+        return
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the sampler counted since the last call; the loop writes it down with every step."""
+        return {}
+
+    async def close(self) -> None:
+        """Stop what the publisher started (a server, connections). A run calls it once, at its end."""
+        return
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
 def backend_names() -> list[str]:
     """Return the names of the shipped backends."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
@@ -70,7 +150,7 @@ def find_publisher(backend: str) -> type[Publisher]:
     if not (isinstance(found, type) and issubclass(found, Publisher)):
         raise ConfigError(
             f"rollout.backend={backend} is a {type(found).__name__}; expected a class that inherits from "
-            "turnwise.client.publish.Publisher and has deliver(trainer, version)"
+            "turnwise.backends.Publisher and has deliver(trainer, version)"
         )
     return found
 

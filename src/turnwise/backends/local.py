@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from turnwise.backends import Publisher
 from turnwise.client.base import SamplingClient, TrainingClient
-from turnwise.client.publish import Publisher
 from turnwise.errors import ConfigError
 
 

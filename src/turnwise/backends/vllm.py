@@ -170,8 +170,9 @@ class VllmPublisher(ServerPublisher):
 
     def _is_on_cpu(self) -> bool:
         from turnwise.engine.engine import choose_device
+        from turnwise.engine.ops.facts import facts_of
 
-        return choose_device(self.setup.engine)[0].type == "cpu"
+        return not facts_of(choose_device(self.setup.engine)[0].type).has_own_memory
 
     def _dtype(self) -> str:
         from turnwise.engine.engine import choose_device

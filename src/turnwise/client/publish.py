@@ -1,29 +1,17 @@
-"""How new weights reach the sampler.
+"""Sampling clients that know which version of a run's weights they sample from.
 
-The loop trains; a `Publisher` brings the trainer's weights to a sampler and returns a client for them:
-
-    sampler = await publisher.publish(trainer, version)
-
-`version` counts the updates of the run: it means the same after the run was resumed, which an engine's own numbers do
-not. It is written on every response here, and nowhere else. A publisher that samples elsewhere (a server, a fleet) is
-one file: `turnwise/backends/__init__.py` says how it is found.
+A version counts the updates of the run: it means the same after the run was resumed, which an engine's own numbers do
+not. It is written on every response here, and nowhere else. `backends.Publisher` makes these clients.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import replace
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
-from turnwise.client.base import SamplingClient, TrainingClient
+from turnwise.client.base import SamplingClient
 from turnwise.client.futures import ApiFuture
-from turnwise.errors import ConfigError
 from turnwise.types import ModelInput, SampleRequest, SampleResponse
-
-if TYPE_CHECKING:
-    from turnwise.backends import BackendSetup
 
 
 class VersionedSampler(SamplingClient):
@@ -99,76 +87,3 @@ class UntilUpdate(VersionedSampler):
     def is_outdated(self) -> bool:
         """Newer weights were published after the first request."""
         return self._is_used and self._newest.version != self.version
-
-
-class Publisher(ABC):
-    """Brings a trainer's weights to a sampler.
-
-    Attempts that are under way when new weights are published keep their client; a client must stay usable until the
-    publisher is closed, or for as long as somebody holds it.
-    """
-
-    takes_full_weights = False
-    """Whether it can bring over weights that are all trained (`model.train=full`), not only an adapter."""
-
-    dtype: str | None = None
-    """The type that the sampler computes in, such as `bfloat16`, where it differs from the trainer's. The certificate
-    allows for its rounding."""
-
-    def __init__(self, setup: BackendSetup | None = None) -> None:
-        """Start nothing yet.
-
-        Args:
-            setup: What the run tells its backend: how it plays, where the model and the run are. A run always passes
-                it.
-        """
-        self.setup = setup
-
-    @classmethod
-    def check_options(cls, rollout: Any) -> None:  # noqa: ARG003
-        """Refuse options that the backend cannot work with; called before anything is spent."""
-        return
-
-    @classmethod
-    def describe(cls, rollout: Any) -> str:
-        """Say in a line who samples, for the plan of a run."""
-        return rollout.backend
-
-    async def publish(self, trainer: TrainingClient, version: int) -> VersionedSampler:
-        """Bring over the trainer's weights as they are now, and return a client that samples from them."""
-        return VersionedSampler(await self.deliver(trainer, version), version)
-
-    @abstractmethod
-    async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
-        """Bring the weights to the sampler. A backend implements this; `publish` puts the version on the client."""
-
-    async def serve(self, adapter: Path | None, version: int = 0) -> VersionedSampler:
-        """Sample from files, without a trainer: PEFT files in a directory, or None for the base model as it is."""
-        return VersionedSampler(await self.deliver_files(adapter, version), version)
-
-    async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:  # noqa: ARG002
-        """Bring files to the sampler. A backend that can sample without a trainer implements this."""
-        raise ConfigError(
-            f"{type(self).__name__} samples for a trainer only: it has no deliver_files(adapter, version); "
-            "expected rollout.backend=local, or a backend that has it"
-        )
-
-    async def rest(self) -> None:
-        """Give the sampler's memory back before a training pass, if it can; the next request takes it again."""
-        return
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return what the sampler counted since the last call; the loop writes it down with every step."""
-        return {}
-
-    async def close(self) -> None:
-        """Stop what the publisher started (a server, connections). A run calls it once, at its end."""
-        return
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()

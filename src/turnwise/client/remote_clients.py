@@ -51,6 +51,11 @@ class RemoteSamplingClient(SamplingClient):
         types, asked = self._connection.sdk.types, request.sampling_params
         if asked.min_p:
             raise ConfigError(f"min_p={asked.min_p} cannot be sent: Tinker's wire does not have it")
+        if request.prompt_alt_tokens_k:
+            raise ConfigError(
+                f"prompt_alt_tokens_k={request.prompt_alt_tokens_k}: a client of a service elsewhere does not ask for "
+                "alternatives to prompt tokens; sample in this process, or call the SDK's own client"
+            )
         params = types.SamplingParams(
             max_tokens=asked.max_tokens,
             seed=to_seed(asked.seed),

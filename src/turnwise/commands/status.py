@@ -11,6 +11,7 @@ from pathlib import Path
 from turnwise.config.files import config_from_yaml
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
+from turnwise.runtime.exit_codes import ExitCode
 from turnwise.training.progress import branch_share_of
 from turnwise.training.steer import SETTINGS, give_order, read_settings
 from turnwise.watch.status import Status, is_training, read_status, seconds_ago
@@ -87,7 +88,7 @@ def run_stop(path: str, *, is_hard: bool) -> int:
                 "the run was asked to stop but still works: "
                 f"turnwise status {directory} shows what it waits for; --now stops it at once"
             )
-            return 1
+            return ExitCode.FAILED
         time.sleep(0.1)
     print(f"stopped; go on with: turnwise train --resume {directory}")
     return 0

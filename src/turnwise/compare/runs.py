@@ -1,6 +1,6 @@
 """The runs of a comparison, at most `jobs` at a time, each in its own process.
 
-    nursery   one process that has loaded the libraries and forks for every run (`compare_worker.py`)
+    nursery   one process that has loaded the libraries and forks for every run (`worker.py`)
     job       one run: a directory, a log beside it, and other runs that must finish before
 
 Jobs share threads and GPU memory equally: with eight jobs on sixteen cores, a run uses two threads and an eighth of the

@@ -1,8 +1,8 @@
 """The one table of losses: names, options with defaults and bounds, and what each loss reads.
 
 Engine, client, service, config and docs read this table. The torch functions stand in `engine/training/losses.py` and
-`preference_losses.py`, and a test holds that table and functions match. To add a loss: a class of options and a row
-here, and the function there. A loss from outside the package needs neither (`losses/outside.py`).
+`engine/training/preference_losses.py`, and a test holds that table and functions match. To add a loss: a class of
+options and a row here, and the function there. A loss from outside the package needs neither (`losses/outside.py`).
 
     options = read_settings("ppo", {"clip_high_threshold": 1.28})      # a PpoOptions; the rest has its defaults
     LOSSES["gspo"].is_separable                                        # False: one ratio for a whole sequence

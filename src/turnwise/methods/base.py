@@ -139,7 +139,7 @@ Item_contra = TypeVar("Item_contra", contravariant=True)
 
 
 class ReadingMethod(Protocol[Item_contra]):
-    """A method that learns from stored data: `training.sources` reads items, the method makes lessons from them."""
+    """A method that learns from stored data: `training.supply` reads items, the method makes lessons from them."""
 
     @property
     def source(self) -> ReadDialogues | ReadPairs: ...

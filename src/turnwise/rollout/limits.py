@@ -12,7 +12,7 @@ from turnwise.runtime.section import Section
 class RolloutLimits(Section):
     """Bounds on one attempt. 0 stands for a bound that the world or the model has (`RolloutConfig.for_world`).
 
-    The first three end an attempt with a `StopReason`, and so does `attempt_deadline_s`. An attempt that misses one of
+    The first three end an attempt with an `EndReason`, and so does `attempt_deadline_s`. An attempt that misses one of
     the other deadlines has failed.
     """
 

@@ -16,8 +16,9 @@ import time
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from turnwise.backends import Publisher
 from turnwise.client.base import TrainingClient
-from turnwise.client.publish import Publisher, VersionedSampler
+from turnwise.client.publish import VersionedSampler
 from turnwise.credit.shaping import shape_group
 from turnwise.doctor import diagnose
 from turnwise.opponents.interface import RunOpponents

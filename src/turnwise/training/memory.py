@@ -70,7 +70,7 @@ class Memory:
 
     def check_fits(self) -> None:
         """Refuse a run whose weights and training state alone are more than the device holds."""
-        is_gpu = self.device.kind == "cuda"
+        is_gpu = self.device.facts.has_own_memory
         capacity = self.device.free_bytes if is_gpu else machine_bytes()
         needed = self.num_fixed if is_gpu else self.num_fixed * self.learners
         if needed <= capacity:
@@ -114,7 +114,7 @@ class Memory:
             "KV cache": self.kv_cache,
             f"training pass of up to {self.num_pass_tokens:,} tokens{twice}": self.training_pass,
         }
-        is_gpu = self.device.kind == "cuda"
+        is_gpu = self.device.facts.has_own_memory
         where = f"of {format_bytes(self.device.total_bytes)} on the GPU" if is_gpu else "on the CPU"
         spelled = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items())
         parts = ", which hold the weights in parts" if self.gathered else ""
@@ -178,7 +178,7 @@ def check_sharded(config: Config, facts: ModelFacts, device: DeviceInfo) -> None
             "cluster.shard=true with a model that runs transformers' layers: its weights cannot be shared out yet; "
             "leave it out, or use a model with layers of ours (docs/models.md)"
         )
-    if config.rollout.backend == "local" and device.kind == "cuda" and not config.cluster.has_own_samplers:
+    if config.rollout.backend == "local" and device.facts.has_own_memory and not config.cluster.has_own_samplers:
         raise ConfigError(
             "cluster.shard=true with rollout.backend=local: the sampler of this process would gather the model for "
             "every token; use rollout.backend=vllm or sglang with rollout.tensor_parallel_size, or cluster.placement="

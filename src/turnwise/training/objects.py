@@ -1,7 +1,7 @@
 """Worlds, rewards, methods, losses and loggers that a run was given as Python objects, not by name.
 
 A run directory cannot hold them. It records which ones there were (`meta["objects"]`), and whoever resumes the run or
-evaluates it passes them again.
+evaluates it passes them again. A run without its loggers does the same work, so they are only asked for in a note.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from turnwise.runtime.import_path import import_path, is_importable
 from turnwise.watch.loggers import MetricLogger
 
 META_KEY = "objects"
+LOGGERS = "loggers"
 PLAYED_WITH = ("env", "reward")
 """The objects that decide how an attempt is played and scored; the others matter only to training."""
 PlayedBy = Callable[[World, dict[str, Any]], World]
@@ -153,6 +154,8 @@ class PythonObjects:
             names["method"] = _short_name(self.method)
         if self.loss is not None and not is_importable(import_path(self.loss)):
             names["loss"] = _short_name(self.loss)
+        if self.loggers:
+            names[LOGGERS] = f"[{', '.join(_short_name(logger) for logger in self.loggers)}]"
         return json.dumps(names)
 
 
@@ -188,18 +191,33 @@ def check_played_objects(run: RunReader, given: PythonObjects) -> None:
         )
 
 
+def logger_notes(run: RunReader, given: PythonObjects) -> list[str]:
+    """Say that the run goes on without the loggers that it was started with."""
+    loggers = _recorded(run).get(LOGGERS)
+    if loggers is None or given.loggers:
+        return []
+    again = f"turnwise.Run.resume({str(run.directory)!r}, {LOGGERS}={loggers})"
+    return [
+        f"the run was started from Python with {LOGGERS}={loggers}, which now hear nothing of it; to log again: {again}"
+    ]
+
+
 def missing_objects(run: RunReader, given: PythonObjects, needed: Sequence[str] = ()) -> str:
     """`name=label, ...` of the objects that the run was started with and that are not given; empty: none.
 
     Args:
-        needed: The names to look at; empty: all.
+        needed: The names to look at; empty: all but the loggers.
     """
-    recorded: dict[str, str] = json.loads(run.meta(META_KEY) or "{}")
     return ", ".join(
         f"{name}={label}"
-        for name, label in recorded.items()
-        if getattr(given, name) is None and (not needed or name in needed)
+        for name, label in _recorded(run).items()
+        if name != LOGGERS and getattr(given, name) is None and (not needed or name in needed)
     )
+
+
+def _recorded(run: RunReader) -> dict[str, str]:
+    """What `to_json` wrote of the run."""
+    return json.loads(run.meta(META_KEY) or "{}")
 
 
 def _can_be_named(method: MethodOptions) -> bool:

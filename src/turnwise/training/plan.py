@@ -289,7 +289,7 @@ def _learners(config: Config) -> dict[str, str]:
 
 def _cpu(config: Config, plan: Plan) -> dict[str, str]:
     """The lines about the CPU's threads and the type of its weights, where the model runs on one in this process."""
-    if plan.memory is None or plan.memory.device.kind != "cpu":
+    if plan.memory is None or plan.memory.device.facts.has_own_memory:
         return {}
     threads, learners = find_threads(), config.cluster.learners
     each = f" ({max(1, threads.count // learners)} in each learner)" if learners > 1 else ""
@@ -335,7 +335,7 @@ def _notes(config: Config, plan: Plan) -> list[str]:
     if plan.num_train_tasks < config.train.tasks_per_step:
         notes.append("there are fewer train tasks than tasks per step, so a step plays some of them twice")
     share, default = config.engine_in_use.gpu_memory_utilization, EngineConfig().gpu_memory_utilization
-    if plan.memory is not None and plan.memory.device.kind == "cpu" and share != default:
+    if plan.memory is not None and not plan.memory.device.facts.has_own_memory and share != default:
         notes.append(
             f"engine.gpu_memory_utilization={share:g} is an option for GPUs; this run uses a CPU and does not read it"
         )

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from turnwise.backends import BackendSetup, find_publisher, make_publisher
+from turnwise.backends import BackendSetup, Publisher, find_publisher, make_publisher
 from turnwise.client.base import SamplingClient
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore, read_info
-from turnwise.client.publish import Publisher, VersionedSampler
+from turnwise.client.publish import VersionedSampler
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import World, user
@@ -374,7 +374,7 @@ def find_policy(
         row = found.row
         return PolicySampler(config, data_dir=path, checkpoint=row.path, step=row.step, why=found.why, objects=objects)
     if step is not None:
-        raise ConfigError(f"--step is for run directories; {target} is none")
+        raise ConfigError(f"step {step} names a checkpoint of a run, and {target} is no run's directory; leave it out")
     if target.startswith(SCHEMES):
         path = CheckpointStore(model_store.home()).directory(target)
     if target.startswith(SCHEMES) or (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file():

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -55,6 +56,8 @@ from turnwise.watch.watchdog import StalledError
 State = Literal["running", "finished", "stopped", "failed"]
 POLL_S = 0.05
 """How often `wait` and `wait_async` look whether the run is over."""
+ELSEWHERE_POLL_S = 0.25
+"""How often they look at a run that trains elsewhere; each look holds the run's lock for a moment."""
 
 
 def train(
@@ -296,8 +299,11 @@ class Run(ClosedOnExit):
         """Wait until the run is over, and raise what ended it if that was an error.
 
         The first Ctrl-C stops the run at the next safe place and saves it, a second one stops it at once; both then
-        raise KeyboardInterrupt.
+        raise KeyboardInterrupt. A run that was opened trains elsewhere: Ctrl-C leaves it alone, `wait` raises nothing
+        of it, and `state` says how it ended.
         """
+        while self._session is None and self.state == "running":
+            time.sleep(ELSEWHERE_POLL_S)
         is_interrupted = False
         while self._session is not None:
             try:
@@ -313,7 +319,11 @@ class Run(ClosedOnExit):
         return self
 
     async def wait_async(self) -> Run:
-        """`wait` for code in an event loop."""
+        """`wait` for code in an event loop. Cancelling stops the run, but not one that trains elsewhere."""
+        while self._session is None and self.state == "running":
+            await asyncio.sleep(ELSEWHERE_POLL_S)
+        if self._session is None:
+            return self
         try:
             while not self._over.is_set():
                 await asyncio.sleep(POLL_S)

@@ -39,7 +39,7 @@ from turnwise.training.checkpoint import (
     read_state,
     saved_critic,
 )
-from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
+from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects, logger_notes
 from turnwise.training.opponents import check_opponents, check_panel_stays, num_panel, opponent_line
 from turnwise.training.plan import Plan, make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
@@ -165,6 +165,7 @@ def set_up_resume(
     """A run from its latest checkpoint on."""
     with RunReader(directory) as run:
         check_objects(run, objects)
+        notes = logger_notes(run, objects)
         stored = config_from_yaml(run.config_yaml, str(run.directory))
         check_overrides(stored, overrides)
         config = override_config(stored, overrides)
@@ -185,7 +186,7 @@ def set_up_resume(
             best=best_evaluation(run, done.step) if config.eval.keep_best else None,
         )
         directory = run.directory
-    return _set_up(config, directory, start, objects, left_out(stored, overrides), report)
+    return _set_up(config, directory, start, objects, [*left_out(stored, overrides), *notes], report)
 
 
 def _set_up(

@@ -45,9 +45,9 @@ def _why_not_ipc(config: Config, facts: ModelFacts) -> str:
             "the model's output head shares its embedding's weights, and the adapter changes the head alone, which the "
             "server's model cannot; set model.train_unembed=false"
         )
-    device = find_device(config.engine_in_use).kind
-    if device != "cuda":
-        return f"the trainer's weights are on the {device}, and memory is shared on a GPU only"
+    device = find_device(config.engine_in_use)
+    if not device.facts.has_own_memory:
+        return f"the trainer's weights are on the {device.kind}, and memory is shared on a GPU only"
     if config.engine.device not in ("auto", "cuda", "cuda:0") and not rollout.url:
         return f"the trainer is on {config.engine.device}, and the server that the run starts uses the first GPU"
     return ""

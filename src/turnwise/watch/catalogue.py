@@ -53,15 +53,18 @@ def _rows(emitter: str, *rows: tuple[str, str, str]) -> list[Metric]:
 
 CATALOGUE: tuple[Metric, ...] = (
     *_rows(
-        "backends/servers/fleet.py",
+        "backends/servers/fleet_figures.py",
         ("fleet/requests", "requests", "Replies that were asked for on servers since the last step."),
         ("fleet/retries", "requests", "Requests that were sent again because a server failed them."),
-        ("fleet/servers_ready", "servers", "Servers that take requests."),
         ("fleet/servers_lost", "servers", "Times that a server was taken out, because it failed or did not answer."),
         ("fleet/servers_returned", "servers", "Times that a server came back."),
         ("fleet/laggards_fenced", "servers", "Servers that a version was published without, because they lagged."),
         ("fleet/sticky_share", "share", "Requests that went to the server that drew the conversation's last reply."),
         ("fleet/cached_prompt_share", "share", "Prompt tokens that servers had in their prefix caches."),
+    ),
+    *_rows(
+        "backends/servers/publisher.py",
+        ("fleet/servers_ready", "servers", "Servers that take requests."),
         ("fleet/load_s", "s", "Time in which the servers loaded the newest version."),
     ),
     *_rows(
@@ -212,13 +215,16 @@ CATALOGUE: tuple[Metric, ...] = (
         ("eval/critic_explained_variance_{fifth}", "share", "Explained variance on held-out attempts, by fifth."),
     ),
     *_rows(
-        "training/pretrain.py",
+        "training/critic.py",
         ("critic/loss", "loss", "Value loss of a batch of the critic's pre-training."),
         ("critic/value", "reward", "Mean value that the critic gave."),
         ("critic/return", "reward", "Mean return that it should have given."),
         ("critic/value_error", "reward", "Mean absolute difference of the two."),
         ("critic/grad_norm", "norm", "Norm of the critic's gradient before clipping."),
         ("critic/explained_variance", "share", "Variance of returns explained, before the batch was learned."),
+    ),
+    *_rows(
+        "training/pretrain.py",
         ("critic/attempts", "attempts", "Attempts in the batch."),
         ("critic/sampled_tokens", "tokens", "Tokens that were sampled for the batch."),
     ),

@@ -24,7 +24,7 @@ COUNTING = '''
 import json
 from pathlib import Path
 
-from turnwise.client.publish import Publisher
+from turnwise.backends import Publisher
 
 LOG = Path(__file__).with_name("log.json")
 

@@ -7,10 +7,11 @@ from concurrent.futures import Future
 
 import pytest
 
+from turnwise.backends import Publisher
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.client.futures import ApiFuture
-from turnwise.client.publish import NewestSampler, Publisher
+from turnwise.client.publish import NewestSampler
 from turnwise.errors import ServiceError
 from turnwise.types import ModelInput, SampleRequest, SampleResponse
 

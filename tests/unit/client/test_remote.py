@@ -23,7 +23,7 @@ from turnwise.client.remote_connection import Connection
 from turnwise.client.remote_wire import CRITIC_METADATA, mask_of, to_columns, to_seed, to_stop
 from turnwise.errors import ConfigError, DataError, ServiceError
 from turnwise.service.store import store
-from turnwise.types import Datum, ModelInput, SamplingParams, TensorData
+from turnwise.types import Datum, ModelInput, SampleRequest, SamplingParams, TensorData
 
 IDS = [5, 6, 7, 8, 9, 10, 11]
 MASK = [0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
@@ -116,6 +116,26 @@ def test_an_answer_without_values_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
+    ("asking", "word"),
+    [
+        (SampleRequest(IDS, SamplingParams(min_p=0.1)), "min_p=0.1"),
+        (SampleRequest(IDS, prompt_alt_tokens_k=2), "prompt_alt_tokens_k=2"),
+    ],
+)
+def test_a_sample_askingthat_cannot_be_sent_whole_is_refused(
+    asking: SampleRequest, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_connection, "import_module", lambda _: SimpleNamespace(types=types))
+    connection = Connection("http://127.0.0.1:1", api_key=None, tokenizer=None, dialect="turnwise", deadline_s=5)
+    asked: list[Any] = []
+    sdk_client = SimpleNamespace(sample=lambda *arguments: asked.append(arguments))
+    client = RemoteSamplingClient(connection, sdk_client, policy_version=0, base_model="tiny")
+    with pytest.raises(ConfigError, match=word):
+        client.submit(asking)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
     ("loss_fn", "config", "more", "word"),
     [
         ("dro", {"beta": 0.1}, {}, "quadratic"),
@@ -189,7 +209,7 @@ def test_a_wait_without_a_timeout_ends_at_the_deadline() -> None:
         future.result(0.001)
 
 
-async def test_an_awaited_request_ends_at_the_deadline_too() -> None:
+async def test_an_awaited_askingends_at_the_deadline_too() -> None:
     future: ApiFuture[int] = ApiFuture(Future(), "a request", deadline_s=0.01)
     with pytest.raises(ServiceError, match="no answer"):
         await future

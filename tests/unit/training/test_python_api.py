@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import signal
 import subprocess
@@ -16,7 +17,9 @@ import pytest
 import turnwise as tw
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.runlog.reader import is_run
-from turnwise.training.setup import claim_directory, set_up_new
+from turnwise.training.objects import PythonObjects
+from turnwise.training.run import ELSEWHERE_POLL_S
+from turnwise.training.setup import claim_directory, set_up_new, set_up_resume
 from turnwise.watch.observer import ObserverError
 from unit.training.conftest import SMALL as QUICK
 
@@ -208,6 +211,20 @@ def test_an_error_at_the_end_is_told_and_agrees_with_the_state_of_the_run(tmp_pa
     assert (run.state, tw.Run.open(run.directory).state) == ("stopped", "stopped")
 
 
+def test_a_run_that_goes_on_without_its_loggers_says_so(tmp_path: Path) -> None:
+    class Printer:
+        def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    directory = tmp_path / "run"
+    tw.train("guess_number", **SMALL, loggers=[Printer()], steps=1, directory=directory)
+    (note,) = set_up_resume(directory).notes
+    assert f"turnwise.Run.resume({str(directory)!r}, loggers=[Printer])" in note
+    assert set_up_resume(directory, objects=PythonObjects(loggers=[Printer()])).notes == ()
+    view = Messages()
+    tw.Run.resume(directory, ["train.steps=2"], observer=view)
+    assert any("loggers=[Printer]" in text for text in view.texts)
+
+
 def test_a_reader_refuses_names_that_there_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tw.train("guess_number", **SMALL, steps=1, directory=tmp_path / "run")
     with pytest.raises(ConfigError, match=r"phase='test'; expected train or eval"):
@@ -248,11 +265,46 @@ def test_an_evaluation_of_what_is_no_policy_is_refused() -> None:
         tw.eval(Quiz)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="tiny does not say which world it is for; add env=NAME"):
         tw.eval("tiny")
+    with pytest.raises(ConfigError, match=r"^step 3 names a checkpoint of a run, and tiny is no run's directory"):
+        tw.eval("tiny", env="guess_number", step=3)
 
 
 async def test_a_started_run_is_awaited(tmp_path: Path) -> None:
     run = await tw.start("guess_number", **SMALL, steps=1, directory=tmp_path / "run").wait_async()
     assert run.state == "finished"
+
+
+async def test_waiting_for_a_finished_run_that_was_opened_ends_at_once(tmp_path: Path) -> None:
+    await tw.start("guess_number", **SMALL, steps=1, directory=tmp_path / "run").wait_async()
+    opened = tw.Run.open(tmp_path / "run")
+    assert (await asyncio.wait_for(opened.wait_async(), 30)) is opened
+    assert opened.wait().state == "finished"
+
+
+async def test_waiting_for_an_opened_run_lasts_as_long_as_it_trains(tmp_path: Path) -> None:
+    run = tw.start("guess_number", **SMALL, steps=10_000, directory=tmp_path / "run")
+    while not run.metrics["step"]:
+        await asyncio.sleep(0.02)
+    opened = tw.Run.open(run.directory)
+    awaited, waited = asyncio.create_task(opened.wait_async()), asyncio.create_task(asyncio.to_thread(opened.wait))
+    done, _ = await asyncio.wait([awaited, waited], timeout=3 * ELSEWHERE_POLL_S)
+    assert (run.state, done) == ("running", set())
+    run.stop()
+    assert [one.state for one in await asyncio.gather(awaited, waited)] == ["stopped", "stopped"]
+    run.wait()
+
+
+async def test_giving_up_the_wait_for_an_opened_run_leaves_it_alone(tmp_path: Path) -> None:
+    run = tw.start("guess_number", **SMALL, steps=10_000, directory=tmp_path / "run")
+    while not run.metrics["step"]:
+        await asyncio.sleep(0.02)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(tw.Run.open(run.directory).wait_async(), ELSEWHERE_POLL_S)
+    before = len(run.metrics["step"])
+    while len(run.metrics["step"]) < before + 2:
+        await asyncio.sleep(0.02)
+    run.stop()
+    assert run.wait().state == "stopped"
 
 
 def test_help_shows_the_forms_that_work() -> None:

@@ -21,7 +21,7 @@ import json
 from pathlib import Path
 
 from turnwise.client.local import ServiceClient
-from turnwise.client.publish import Publisher
+from turnwise.backends import Publisher
 
 LOG = Path(__file__).with_name("log.jsonl")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 
 from turnwise.runlog.writer import RunWriter
-from turnwise.watch.catalogue import CATALOGUE, check_names, find_metric
+from turnwise.watch.catalogue import CATALOGUE, Metric, check_names, find_metric
 
 SOURCE = Path(__file__).resolve().parents[3] / "src" / "turnwise"
 ROOMS = "|".join(sorted({metric.name.partition("/")[0] for metric in CATALOGUE}))
@@ -48,6 +48,22 @@ def test_rows_are_unique_complete_and_name_a_file_that_is_there() -> None:
     assert len({metric.name for metric in CATALOGUE}) == len(CATALOGUE)
     assert [metric for metric in CATALOGUE if not (metric.unit and metric.meaning.endswith("."))] == []
     assert {metric.emitter for metric in CATALOGUE if not (SOURCE / metric.emitter).is_file()} == set()
+
+
+def _is_named_in(metric: Metric, texts: Collection[str]) -> bool:
+    """Whether a file writes the name, or its part after the slash, or a beginning such as `world/`."""
+    name = metric.name.partition("{")[0]
+    short = name.partition("/")[2]
+    plain = {text.partition(":")[0] for text in texts}
+    is_whole = bool({name, short, short.removesuffix("_max"), short.removesuffix("_mean")} & plain - {""})
+    return is_whole or any(text[-1] in "/_" and (name.startswith(text) or short.startswith(text)) for text in texts)
+
+
+def test_the_file_that_a_row_names_as_the_emitter_writes_the_name() -> None:
+    texts = {file: {one for one in _texts(SOURCE / file) if one} for file in {one.emitter for one in CATALOGUE}}
+    assert [one.name for one in CATALOGUE if not _is_named_in(one, texts[one.emitter])] == []
+    elsewhere = Metric("fleet/requests", "", "", "")
+    assert not _is_named_in(elsewhere, {one for one in _texts(SOURCE / "backends/servers/fleet.py") if one})
 
 
 def test_a_name_in_braces_stands_for_what_may_take_its_place() -> None:

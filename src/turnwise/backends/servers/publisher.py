@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.backends import BackendSetup
+from turnwise.backends import BackendSetup, Publisher
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.fleet import Fleet
 from turnwise.backends.servers.fleet_figures import FleetStats, FleetTimes
@@ -31,7 +31,6 @@ from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
 from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
 from turnwise.client.futures import ApiFuture
 from turnwise.client.local_clients import LocalTrainingClient
-from turnwise.client.publish import Publisher
 from turnwise.client.shared_weights import SharedWeights
 from turnwise.errors import CheckpointError, ConfigError, DataError, ServiceError
 from turnwise.models.facts import is_tied, read_facts

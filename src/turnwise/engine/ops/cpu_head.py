@@ -1,6 +1,6 @@
 """Softmax over a large vocabulary for training, in C (`cpu_head.c`). It reads float32 logits twice and writes once.
 
-The functions of `triton_head.py`, for the CPU. `logprobs.py` takes this module where `is_built()`.
+The functions of `triton_head.py`, for the CPU. `engine/training/logprobs.py` takes this module where `is_built()`.
 
 Shape legend: R rows of logits (one chunk of the head's product), V vocabulary.
 """
