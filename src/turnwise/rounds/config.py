@@ -80,11 +80,24 @@ class FlywheelConfig(Section):
             raise ValueError(f"verdict={self.verdict} needs judge_model and rubric")
         if self.preference_learning_rate and not self.preference_steps:
             raise ValueError("preference_learning_rate is not read while preference_steps is 0; leave it out")
+        self._check_of_routes(self.changed_options())
         if self.dial == "uniform" and self.start_level:
             raise ValueError("start_level is not read by dial=uniform; leave it out")
         if self.dial != "rising" and self.raise_at != type(self).model_fields["raise_at"].default:
             raise ValueError(f"raise_at is not read by dial={self.dial}; leave it out")
         return self
+
+    def _check_of_routes(self, changed: Sequence[str]) -> None:
+        """Refuse options of routes and verdicts that are off."""
+        if self.verdict == "none" and "threshold" in changed:
+            raise ValueError("threshold is not read by verdict=none; leave it out")
+        if self.routing:
+            return
+        for name in ("best_per_task", "preference_learning_rate"):
+            if name in changed:
+                raise ValueError(
+                    f"{name} is not read by routing=false, which imitates every good attempt; leave it out"
+                )
 
     def steps_of(self, stage: str) -> int:
         return int(getattr(self, f"{stage}_steps"))

@@ -197,6 +197,8 @@ def test_another_dial_does_not_rise(dial: str, levels: set[int], tmp_path: Path)
         ("flywheel.rubric=short", "verdict=judge"),
         ("flywheel.verdict=judge", "needs judge_model"),
         ("flywheel.raise_at=0.2 flywheel.dial=fixed", "not read by dial=fixed"),
+        ("flywheel.best_per_task=3 flywheel.routing=false", "best_per_task is not read by routing=false"),
+        ("flywheel.threshold=0.3 flywheel.verdict=none", "threshold is not read by verdict=none"),
         ("flywheel.roundz=3", "did you mean 'rounds'"),
         ("train.stepz=3", "steps"),
     ],
