@@ -10,6 +10,9 @@ A run that is there and not finished is resumed; one that is finished is taken a
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from turnwise.rollout.seeds import derive_seed
 from turnwise.rounds.config import FlywheelConfig
 from turnwise.rounds.export import write_pair_file, write_pool
 from turnwise.rounds.store import PoolStore
+from turnwise.rounds.verdicts import JudgeReward
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.objects import PythonObjects
@@ -62,7 +66,7 @@ class StageRuns:
         tree = config_to_tree(self._config)
         tree["train"]["steps"] = 0
         tree["eval"] = {"tasks": 0}
-        return self._train(self.place(0, "warmup"), tree)
+        return self._train(self.place(0, "warmup"), tree, self._objects)
 
     def train(self, number: int, stage: str, current: str) -> dict[str, Any]:
         """One stage of a round, from the weights `current`; says what it did, and which weights there are now."""
@@ -76,10 +80,23 @@ class StageRuns:
         tree["model"]["start_from"] = current
         tree["train"] |= {"steps": steps, "seed": derive_seed(self._config.train.seed, stage, number)}
         place = self.place(number, stage)
-        model = self._train(place, tree)
+        with self._judged() if stage == "rl" else nullcontext(self._objects) as objects:
+            model = self._train(place, tree, objects)
         with RunReader(place) as run:
             updated = len(run.metric("train/optimizer_step"))  # a step of RL without a lesson updates nothing
         return {"model": model, "run": str(place.relative_to(self._store.directory)), "steps": updated}
+
+    @contextmanager
+    def _judged(self) -> Generator[PythonObjects]:
+        """The run's objects; where a judge routes the attempts, with its score as what RL learns from."""
+        if self._options.verdict != "judge":
+            yield self._objects
+            return
+        reward = JudgeReward(self._options, self._config, self._store.directory)
+        try:
+            yield replace(self._objects, reward=reward)
+        finally:
+            reward.close()
 
     def _write_data(self, number: int, stage: str) -> Path | None:
         """The file that a stage learns from; None if there is nothing in its pool."""
@@ -130,13 +147,13 @@ class StageRuns:
             "eval": {"tasks": 0},
         }
 
-    def _train(self, place: Path, tree: Tree) -> str:
+    def _train(self, place: Path, tree: Tree, objects: PythonObjects) -> str:
         """Train in `place`, or go on with what is there; the path of the last checkpoint."""
         if not is_run(place):
             tree["run"] |= {"dir": str(place), "name": "", "dialogues": 0}
-            Run.start(set_up_new(tree_to_config(tree), self._objects), observer=self._observer)
+            Run.start(set_up_new(tree_to_config(tree), objects), observer=self._observer)
         elif Run.open(place).state != "finished":
-            Run.start(set_up_resume(place, (), self._objects), observer=self._observer)
+            Run.start(set_up_resume(place, (), objects), observer=self._observer)
         state = Run.open(place).state
         if state != "finished":
             raise TurnwiseError(f"the run {place} is {state}, not finished; the same command goes on with it")
