@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+import turnwise as tw
 from command_line import start_cli
+from e2e.parity_world import ParityWorld
+from turnwise.envs.base import Split, Task
 from turnwise.rounds.store import is_flywheel
 from turnwise.runlog.reader import RunReader
 
@@ -112,3 +115,29 @@ def test_a_flywheel_that_is_killed_in_every_kind_of_stage_ends_like_one_that_nob
             assert len(steps) == len(set(steps)), f"a step of {stage} in round {number} is there twice"
     leaked = "SELECT count(*) FROM tasks t JOIN held_out h ON h.id = t.id OR h.content = t.content"
     assert _rows(tmp_path / "killed", leaked) == [(0,)]
+
+
+class FewTasks(ParityWorld):
+    """Two tasks in all, and whatever is said is right."""
+
+    difficulties = ()
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:  # noqa: ARG002
+        return [Task(id=f"{split}-{n}", data={"n": 4 * n + (split == "test"), "size": 10}) for n in range(2)]
+
+
+@pytest.mark.slow
+def test_a_flywheel_whose_tasks_are_all_solved_ends_and_says_so(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Told(tw.Observer):
+        def message(self, text: str) -> None:
+            said.append(text)
+
+    options = ["rounds=3", "tasks=2", "samples=4", "sft_steps=1", "rl_steps=0", "eval_tasks=2", "threshold=-1"]
+    file = tmp_path / "wheel.yaml"
+    file.write_text("{flywheel: {}, model: tiny, env: {name: few}}")
+    overrides = [f"flywheel.{one}" for one in options]
+    wheel = tw.flywheel(file, directory=tmp_path / "w", overrides=overrides, env=FewTasks(), observer=Told())
+    assert [row["round"] for row in wheel.evaluations] == [0, 1]
+    assert "nothing left to play" in said[-1]

@@ -6,10 +6,10 @@
 Every arm may take the same number of optimizer steps per round, plays as many tasks and attempts, starts from the
 same warm-up of its seed, and is measured on the same held-out tasks. A stage whose pool is empty is skipped, so the
 table has the steps that were taken. RL plays attempts of its own; their tokens are in the table too, because an arm
-without RL samples fewer. Without a verdict every attempt is good, so the dial rises and every task is retired in each
-round; the arms without a dial tell that apart from what imitating bad attempts does. With `--tokens` an arm goes on,
-round after round, until it has sampled so many, and the table has its success at that number, on the line between two
-evaluations. The same command goes on with what was interrupted.
+without RL samples fewer. Without a verdict nobody knows what is solved, so the level stays too: the arm to compare it
+with is `no routing, no dial`. With `--tokens` an arm goes on, round after round, until it has sampled so many, and the
+table has its success at that number, on the line between two evaluations. The same command goes on with what was
+interrupted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ ARMS: dict[str, list[str]] = {
     "no verdict": ["flywheel.verdict=none", "flywheel.routing=false"],  # without a verdict nothing can be routed
     "no dial": ["flywheel.dial=fixed"],
     "no routing, no dial": ["flywheel.routing=false", "flywheel.dial=fixed"],
-    "no verdict, no dial": ["flywheel.verdict=none", "flywheel.routing=false", "flywheel.dial=fixed"],
     "all levels at once": ["flywheel.dial=uniform"],
 }
 T_95 = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)

@@ -78,6 +78,11 @@ class FlywheelConfig(Section):
                 raise ValueError(f"{name} is not read by verdict={self.verdict}; set verdict=judge or pairwise")
         if asks and not (self.judge_model and self.rubric):
             raise ValueError(f"verdict={self.verdict} needs judge_model and rubric")
+        if self.verdict == "pairwise" and self.routing and self.rl_steps:
+            raise ValueError(
+                f"rl_steps={self.rl_steps}: a comparison inside a group gives no reward that the RL stage could learn "
+                "from; set rl_steps=0, and preference_steps to learn from the pairs, or take verdict=judge"
+            )
         if self.preference_learning_rate and not self.preference_steps:
             raise ValueError("preference_learning_rate is not read while preference_steps is 0; leave it out")
         self._check_of_routes(self.changed_options())
@@ -89,8 +94,9 @@ class FlywheelConfig(Section):
 
     def _check_of_routes(self, changed: Sequence[str]) -> None:
         """Refuse options of routes and verdicts that are off."""
-        if self.verdict == "none" and "threshold" in changed:
-            raise ValueError("threshold is not read by verdict=none; leave it out")
+        for name in ("threshold", "raise_at", "retire_at"):
+            if self.verdict == "none" and name in changed:
+                raise ValueError(f"{name} is not read by verdict=none, which knows no good attempts; leave it out")
         if self.routing:
             return
         for name in ("best_per_task", "preference_learning_rate"):

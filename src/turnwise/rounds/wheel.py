@@ -117,7 +117,8 @@ class Flywheel:
             rounds = _Rounds(store, self._config(store), self.options, self._objects, observer)
             rounds.begin(observer.message)
             for number in range(1, self.options.rounds + 1):
-                rounds.round(number, observer.message)
+                if not rounds.round(number, observer.message):
+                    break
 
     def _open(self) -> PoolStore:
         """The file that is there, if it was begun with the same settings; else a new one."""
@@ -225,8 +226,11 @@ class _Rounds:
             report("round 0  warm-up done")
         self._evaluate(0, report)
 
-    def round(self, number: int, report: Report) -> None:
-        """One round; stages that are done are left alone."""
+    def round(self, number: int, report: Report) -> bool:
+        """One round; stages that are done are left alone. False: there is no task left to play."""
+        if self._store.stage(number, "play") is None and not self._store.active_tasks():
+            report(f"round {number}  every task of the world is solved and retired; there is nothing left to play")
+            return False
         if self._store.stage(number, "play") is None:
             place = self._runs.place(number, "play_tasks.jsonl")
             self._player.play(number, _current(self._store), self._store.active_tasks(), self._options.samples, place)
@@ -252,6 +256,7 @@ class _Rounds:
                 self._store.finish(number, "tasks", **detail)
             words = f"retired {detail['retired']}, proposed {detail['proposed']}, level {detail['level']}"
             report(f"round {number}  tasks: {words}")
+        return True
 
     def _judge(self, number: int) -> None:
         source = open_source(self._options, self._config, self._store.directory)
