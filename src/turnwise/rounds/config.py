@@ -18,6 +18,8 @@ from turnwise.runtime.suggest import did_you_mean
 SECTION = "flywheel"
 TRAINED_STAGES = ("continued", "sft", "preference", "rl")
 """The stages of a round that train, in the order in which they do."""
+WORDS = ("verifier", "judge", "pairwise", "none")
+"""Sources of verdicts; anything else is the directory of an outcome model."""
 Dial = Literal["rising", "fixed", "uniform"]
 
 
@@ -35,6 +37,12 @@ class FlywheelConfig(Section):
         "`pairwise` (a model compares those of a group), `none` (all are good), or the directory of an outcome model.",
     )
     threshold: float = Field(default=0.5, description="An attempt with at least this score is good.")
+    refresh_verdict: int = Field(
+        default=0,
+        ge=0,
+        description="For the directory of an outcome model: train it again before every so many rounds, on the "
+        "attempts so far that the world's verifier has judged; 0: never.",
+    )
     judge_model: str = Field(default="", description="The judge's model; a name at judge_url, or a model of turnwise.")
     judge_url: str = Field(default="", description="An OpenAI-compatible address of the judge; empty: this process.")
     judge_key_variable: str = Field(default="", description="Environment variable with the key for judge_url.")
@@ -72,6 +80,10 @@ class FlywheelConfig(Section):
     def _every_option_is_read(self) -> Self:
         if not any(self.steps_of(stage) for stage in TRAINED_STAGES):
             raise ValueError("continued_steps, sft_steps, preference_steps and rl_steps are all 0; nothing would learn")
+        if self.refresh_verdict and self.verdict in WORDS:
+            raise ValueError(
+                f"refresh_verdict is not read by verdict={self.verdict}; leave it out, or name an outcome model"
+            )
         asks = self.verdict in ("judge", "pairwise")
         for name in ("judge_model", "judge_url", "judge_key_variable", "rubric"):
             if getattr(self, name) and not asks:

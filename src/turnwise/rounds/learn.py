@@ -25,6 +25,7 @@ from turnwise.outcomes.model import is_outcome_model
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rounds.config import FlywheelConfig
 from turnwise.rounds.export import write_pair_file, write_pool
+from turnwise.rounds.refresh import verdict_of
 from turnwise.rounds.store import PoolStore
 from turnwise.rounds.verdicts import JudgeReward
 from turnwise.runlog.reader import RunReader, is_run
@@ -57,9 +58,7 @@ class StageRuns:
         self._observer = observer
 
     def place(self, number: int, name: str) -> Path:
-        place = self._store.directory / "rounds" / f"{number:02d}" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return place
+        return self._store.round_place(number, name)
 
     def warm_up(self) -> str:
         """The supervised steps before the first round; the checkpoint that they end with."""
@@ -76,7 +75,7 @@ class StageRuns:
         data = self._write_data(number, stage)
         if data is None:
             return {"skipped": "its pool is empty", "model": current}
-        tree = self._rl_tree(data) if stage == "rl" else self._stored_tree(stage, data)
+        tree = self._rl_tree(number, data) if stage == "rl" else self._stored_tree(stage, data)
         tree["model"]["start_from"] = current
         tree["train"] |= {"steps": steps, "seed": derive_seed(self._config.train.seed, stage, number)}
         place = self.place(number, stage)
@@ -119,14 +118,15 @@ class StageRuns:
         write_tasks(path, [*listed, *self._store.held_out()])
         return path
 
-    def _rl_tree(self, tasks: Path) -> Tree:
+    def _rl_tree(self, number: int, tasks: Path) -> Tree:
         tree = config_to_tree(self._config)
         tree["env"] |= {"tasks": str(tasks), "difficulty": -1}
         tree["warmup"], tree["eval"] = {"steps": 0}, {"tasks": 0}
-        if is_outcome_model(Path(self._options.verdict).expanduser()):
+        verdict = verdict_of(self._store, self._options, number)
+        if is_outcome_model(Path(verdict).expanduser()):
             # What routes the attempts is also what RL learns from; the world's outcome is only logged and compared.
             weights = {**tree["reward"]["weights"], "outcome": 0.0}
-            tree["reward"] |= {"model": self._options.verdict, "weights": weights}
+            tree["reward"] |= {"model": verdict, "weights": weights}
         # A round goes on, also if the policy has learned all of its tasks before the last step.
         tree["train"]["max_empty_steps"] = self._options.rl_steps + 1
         return tree

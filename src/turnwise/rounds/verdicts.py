@@ -17,7 +17,7 @@ from turnwise.judges.cache import FileCache
 from turnwise.judges.models import AddressModel, EmbeddedModel, JudgeModel
 from turnwise.outcomes.model import is_outcome_model, open_outcome_model
 from turnwise.outcomes.pairwise import win_shares
-from turnwise.rounds.config import FlywheelConfig
+from turnwise.rounds.config import WORDS, FlywheelConfig
 from turnwise.rounds.store import AttemptVerdict, PlayedAttempt
 from turnwise.runtime.blocking import run_to_end
 from turnwise.training.orm import score_conversations
@@ -27,8 +27,6 @@ from turnwise.trajectory import Message, Trajectory
 MAX_REASON = 500
 ANSWERS = "judge.db"
 """The file of a judge's answers, beside the pools."""
-WORDS = ("verifier", "judge", "pairwise", "none")
-"""Sources of verdicts; anything else is the directory of an outcome model."""
 
 
 class VerdictSource(Protocol):
@@ -50,7 +48,12 @@ def check_source(options: FlywheelConfig) -> None:
         raise ConfigError(f"the environment variable {options.judge_key_variable} is not set; export the judge's key")
 
 
-def open_source(options: FlywheelConfig, config: Config, directory: Path) -> VerdictSource:
+def open_source(options: FlywheelConfig, config: Config, directory: Path, verdict: str) -> VerdictSource:
+    """What judges a round's attempts.
+
+    Args:
+        verdict: `flywheel.verdict`, or the outcome model that has taken its place.
+    """
     if options.verdict == "verifier":
         return Verifier(options.threshold)
     if options.verdict == "none":
@@ -59,7 +62,7 @@ def open_source(options: FlywheelConfig, config: Config, directory: Path) -> Ver
         return JudgeVerdict(options, config, directory)
     if options.verdict == "pairwise":
         return PairwiseVerdict(options, config, directory)
-    return OutcomeVerdict(options, config)
+    return OutcomeVerdict(options, config, directory, verdict)
 
 
 def dialogue_of(trajectory: Trajectory) -> list[Message]:
@@ -203,9 +206,10 @@ class PairwiseVerdict:
 class OutcomeVerdict:
     """An outcome model."""
 
-    def __init__(self, options: FlywheelConfig, config: Config) -> None:
-        self._model = open_outcome_model(options.verdict)
-        self._source = options.verdict
+    def __init__(self, options: FlywheelConfig, config: Config, directory: Path, verdict: str) -> None:
+        self._model = open_outcome_model(verdict)
+        own, place = directory.resolve(), Path(verdict)
+        self._source = str(place.relative_to(own)) if place.is_relative_to(own) else verdict
         self._threshold = options.threshold
         self._service = make_service(config, None)
 

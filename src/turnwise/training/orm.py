@@ -48,6 +48,8 @@ from turnwise.watch.observer import Observer
 from turnwise.watch.status import run_lock
 
 ATTEMPTS, PROGRESS, REPORT, PICTURE = "attempts.jsonl", "progress.json", "report.json", "calibration.svg"
+SETTINGS = "settings.json"
+"""What a training was asked for, so that a resume is the same one."""
 SCORED_AT_ONCE = 32
 VERDICTS = "turnwise.outcomes.verdict_world:VerdictWorld"
 """The world of the generative kind."""
@@ -323,7 +325,7 @@ def best_of_n(
 
 def _dataset(place: Path, sources: Sequence[str | Path], options: OrmConfig) -> tuple[list[LabelledAttempt], str]:
     """The attempts to learn from: those that were written down at the first call, so that a resume has the same."""
-    settings = place / "settings.json"
+    settings = place / SETTINGS
     wanted = {"sources": [str(one) for one in sources], **options.model_dump(mode="json")}
     if settings.is_file():
         stored = json.loads(settings.read_text(encoding="utf-8"))
@@ -341,7 +343,7 @@ def _dataset(place: Path, sources: Sequence[str | Path], options: OrmConfig) -> 
         raise ConfigError("no run says which model to train; set model=NAME")
     check_both_parts(attempts)
     write_labelled(place / ATTEMPTS, attempts)
-    part = place / "settings.json.part"
+    part = place / f"{SETTINGS}.part"
     part.write_text(json.dumps({**wanted, "found_model": model}), encoding="utf-8")
     part.replace(settings)
     return read_labelled(place / ATTEMPTS), model

@@ -210,6 +210,7 @@ def test_another_dial_does_not_rise(dial: str, levels: set[int], tmp_path: Path)
         ("flywheel.best_per_task=3 flywheel.routing=false", "best_per_task is not read by routing=false"),
         ("flywheel.threshold=0.3 flywheel.verdict=none", "threshold is not read by verdict=none"),
         ("flywheel.retire_at=0.3 flywheel.verdict=none", "retire_at is not read by verdict=none"),
+        ("flywheel.refresh_verdict=2", "refresh_verdict is not read by verdict=verifier"),
         ("flywheel.roundz=3", "did you mean 'rounds'"),
         ("train.stepz=3", "steps"),
     ],
