@@ -43,7 +43,30 @@ def test_scale_measures_the_start_and_the_end_of_a_run(tmp_path: Path, capsys: p
         ("scale", "tiny", *play): "add --env NAME",
         ("scale", run, "eval.samples=4", *play): "--samples N",
         ("scale", run, "--orm", run, *play): "is no outcome model",
+        ("scale", run, "--critic", *play): "--critic needs a run with a critic",
+        ("scale", run, "--critic", "--orm", run, *play): "expected one of them",
     }
     for words, message in refused.items():
         assert main(list(words)) == 2, words
         assert message in capsys.readouterr().err
+
+
+def test_before_rl_is_after_the_warm_up_and_the_critic_and_a_vote_pick_among_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    warm = ("warmup.steps=30", "warmup.demonstrations=64", "warmup.learning_rate=5e-3", "critic.pretrain_steps=0")
+    assert main(["train", "calculator", "method=ppo", *SMALL, *warm, f"run.dir={run}", "train.save_every=1"]) == 0
+    capsys.readouterr()
+    play = ("--samples", "4", "eval.tasks=4", "--out", str(tmp_path / "scale.svg"), "--json")
+    assert main(["scale", run, "--critic", *play]) == 0
+    said = capsys.readouterr()
+    assert "before: step 0 of the run, after its warm-up" in said.err
+    found = json.loads(said.out.splitlines()[-1])
+    kinds = {point["kind"] for point in found["points"]["after"]}
+    assert {"best of k", "majority of k"} <= kinds
+    # What the warm-up alone reaches is what the checkpoint of step 0 reaches.
+    assert main(["eval", run, "--step", "0", "eval.tasks=4", "eval.samples=4", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    before = next(p for p in found["points"]["before"] if (p["kind"], p["budget"]) == ("pass@k", 1))
+    assert before["success"] == pytest.approx(row["success"])

@@ -3,11 +3,13 @@
     python -m turnwise.bench.flywheel_ablation --seeds 5 --jobs 8 --out runs/ablation
     python -m turnwise.bench.flywheel_ablation --seeds 5 --jobs 8 --out runs/ablation --tokens 60000
 
-Every arm may take the same number of optimizer steps per round, plays as many tasks and attempts, starts from the same
-warm-up of its seed, and is measured on the same held-out tasks. A stage whose pool is empty is skipped, so the table
-has the steps that were taken. RL plays attempts of its own; their tokens are in the table too, because an arm without
-RL samples fewer. With `--tokens` an arm goes on, round after round, until it has sampled so many, and the table has its
-success at that number, on the line between two evaluations. The same command goes on with what was interrupted.
+Every arm may take the same number of optimizer steps per round, plays as many tasks and attempts, starts from the
+same warm-up of its seed, and is measured on the same held-out tasks. A stage whose pool is empty is skipped, so the
+table has the steps that were taken. RL plays attempts of its own; their tokens are in the table too, because an arm
+without RL samples fewer. Without a verdict nobody knows what is solved, so the level stays too: the arm to compare it
+with is `no routing, no dial`. With `--tokens` an arm goes on, round after round, until it has sampled so many, and the
+table has its success at that number, on the line between two evaluations. The same command goes on with what was
+interrupted.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ ARMS: dict[str, list[str]] = {
     "no routing": ["flywheel.routing=false"],
     "no verdict": ["flywheel.verdict=none", "flywheel.routing=false"],  # without a verdict nothing can be routed
     "no dial": ["flywheel.dial=fixed"],
+    "no routing, no dial": ["flywheel.routing=false", "flywheel.dial=fixed"],
     "all levels at once": ["flywheel.dial=uniform"],
 }
 T_95 = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
@@ -114,6 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--preset", default="key_door_tiny", help="a flywheel's file or name (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument(
+        "--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS), metavar="ARM", help="default: all"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="flywheels at once, each with one thread")
     parser.add_argument("--out", type=Path, default=Path("runs/flywheel-ablation"))
     parser.add_argument("--tokens", type=int, default=0, help="sampled tokens of every arm; 0: rounds of the preset")
@@ -123,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [
         partial(run_one, (options.preset, arm, seed, options.out, tuple(options.overrides)), options.tokens)
         for seed in range(options.seeds)
-        for arm in ARMS
+        for arm in options.arms
     ]
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -46,10 +46,12 @@ def run_orm_eval(directory: str, sources: Sequence[str], *, as_json: bool) -> Ex
         )
     with ServiceClient() as service:
         quality = measure_model(model, attempts, service)
+        num_cut = sum(model.cuts(one.messages) for one in attempts)
     if as_json:
-        print(json.dumps(quality.to_json() | {"left_out": len(found) - len(attempts)}))
+        print(json.dumps(quality.to_json() | {"left_out": len(found) - len(attempts), "cut": num_cut}))
     else:
         _show(quality, "tasks that it has not learned from")
+        print(f"too long to be read whole: {num_cut} attempts")
         print(f"left out: {len(found) - len(attempts)} attempts at tasks that it has learned from")
     return ExitCode.OK
 

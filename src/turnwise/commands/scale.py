@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.commands.play import open_policy
+from turnwise.commands.train import say
 from turnwise.errors import ConfigError
 from turnwise.outcomes.model import open_outcome_model
 from turnwise.runlog.reader import is_run
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.training.scale import Scaling, measure_scaling, start_of
+from turnwise.training.scale import OutcomeJudge, Scaling, critic_of, measure_scaling, start_of
 from turnwise.watch.intervals import Interval
 from turnwise.watch.scaling import ScalePoint
 
@@ -25,6 +26,7 @@ class ScaleOptions:
     step: str | None = None
     samples: int = 8
     orm: str | None = None
+    critic: bool = False
     out: str = "scale.svg"
     as_json: bool = False
 
@@ -37,12 +39,17 @@ def run_scale(target: str, overrides: Sequence[str], options: ScaleOptions) -> E
         raise ConfigError(f"--samples {options.samples}; expected 1 or more")
     if any(override.startswith("eval.samples=") for override in overrides):
         raise ConfigError("eval.samples is set by --samples; expected one of the two: --samples N")
-    judge = None if options.orm is None else open_outcome_model(options.orm)
+    if options.critic and options.orm is not None:
+        raise ConfigError("--orm and --critic both pick the best of k; expected one of them")
+    judge = None if options.orm is None else OutcomeJudge(model=open_outcome_model(options.orm))
     picture = Path(options.out).expanduser()
     if not picture.parent.is_dir():
         raise ConfigError(f"{picture.parent} is no directory; name a place for the picture that exists")
     policy = open_policy(target, options.env, options.step, [f"eval.samples={options.samples}", *overrides])
+    judge = critic_of(policy) if options.critic else judge
     before = start_of(policy)
+    if before is not None:
+        say(f"before: {before.why}")
     policies = {"model": policy} if before is None else {"before": before, "after": policy}
     found = measure_scaling(policies, judge)
     model = policy.config.model.alias or policy.config.model.name

@@ -10,6 +10,7 @@ examples:
   turnwise scale runs/a                              before and after, 8 samples of every held-out task
   turnwise scale runs/a --samples 32 eval.tasks=200  more samples and tasks
   turnwise scale runs/a --orm orms/sql --json        also the best of k by an outcome model; numbers as JSON
+  turnwise scale runs/a --critic                     the best of k by the critic of a run of ppo
   turnwise scale smollm2 --env search                a model as it is
 """
 
@@ -29,6 +30,7 @@ def add_commands(commands: Any) -> None:
     scale.add_argument("--env", metavar="NAME", help="the world (default: the world of the run)")
     scale.add_argument("--samples", type=int, default=8, metavar="N", help="attempts per task (default: %(default)s)")
     scale.add_argument("--orm", metavar="DIR", help="an outcome model, which picks the best of k")
+    scale.add_argument("--critic", action="store_true", help="let the run's own critic pick the best of k")
     scale.add_argument("--out", default="scale.svg", metavar="FILE", help="the picture to write (default: %(default)s)")
     scale.add_argument(
         "--step", metavar="STEP", help="which checkpoint of a run: a step number, `best` (the default) or `last`"
@@ -45,6 +47,7 @@ def run_command(options: argparse.Namespace) -> int:
         step=options.step,
         samples=options.samples,
         orm=options.orm,
+        critic=options.critic,
         out=options.out,
         as_json=options.json,
     )

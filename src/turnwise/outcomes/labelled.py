@@ -8,7 +8,7 @@ Which part an attempt belongs to depends on its world and task alone, so no task
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,29 @@ def read_labelled(path: Path) -> list[LabelledAttempt]:
         try:
             row: Any = json.loads(line)
             messages = tuple(Message(role=one["role"], content=one["content"]) for one in row["messages"])
-            label = row["label"] if "label" in row else row["is_success"]
-            found.append(
-                LabelledAttempt(world=row["world"], task_id=row["task_id"], messages=messages, label=bool(label))
-            )
+            label = _read_label(row, f"{path}, line {number}")
+            found.append(LabelledAttempt(world=row["world"], task_id=row["task_id"], messages=messages, label=label))
+        except ConfigError:
+            raise
         except (ValueError, KeyError, TypeError) as cause:
             raise ConfigError(
                 f"{path}, line {number} is no labelled attempt: {cause!r}; expected world, task_id, messages and label"
             ) from cause
     return found
+
+
+def _read_label(row: Mapping[str, Any], where: str) -> bool:
+    """`label`, or `is_success` of a line that turnwise pools wrote: 0 or 1, because SQLite knows no booleans."""
+    name = "label" if "label" in row else "is_success"
+    label = row[name]
+    if label is None:
+        raise ConfigError(
+            f"{where} has {name}=null: nobody said whether this attempt succeeded. Leave such lines out, such as with "
+            "turnwise pools ... --where 'is_success IS NOT NULL', or give them a label"
+        )
+    if label not in (0, 1):
+        raise ConfigError(f"{where} has {name}={label!r}; expected true or false")
+    return bool(label)
 
 
 def check_both_parts(attempts: Sequence[LabelledAttempt]) -> None:

@@ -10,6 +10,7 @@ the run's own models; the base weights are shared where they are the same.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from typing import Any, Literal, Protocol
 
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.outcomes.verdict_world import read_verdict, verdict_messages
+from turnwise.outcomes.verdict_world import is_cut_text, read_verdict, verdict_messages
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.trajectory import Message
 from turnwise.types import Datum, ModelInput, SamplingParams, TensorData
@@ -40,7 +41,9 @@ class OutcomeInfo:
     max_tokens: int = 96
     num_votes: int = 4
     max_prompt_tokens: int = 0
-    """Longest conversation that a classifier reads, from its end; 0: any."""
+    """Tokens that a classifier reads; of a longer conversation it reads the beginning and the end. 0: any number."""
+    num_cut: int = 0
+    """Of the attempts that it was trained and measured on, how many were longer."""
 
     def write(self, directory: Path) -> None:
         part = directory / f"{FILE}.part"
@@ -83,6 +86,14 @@ class OutcomeModel:
         self._sampler: SamplingClient | None = None
         self._renderer: Renderer | None = None
 
+    def cuts(self, conversation: Sequence[Message]) -> bool:
+        """Whether a conversation is too long for the model to be read whole. A loaded model knows."""
+        if self._renderer is None:
+            raise TurnwiseError(f"the outcome model {self.directory} is not loaded; call attach(service) first")
+        if self.info.kind == "generative":
+            return is_cut_text(conversation, self.info.max_chars)
+        return 0 < self.info.max_prompt_tokens < len(self._renderer.start(list(conversation)))
+
     @property
     def is_attached(self) -> bool:
         return self._renderer is not None
@@ -106,7 +117,7 @@ class OutcomeModel:
         if self._client is not None:
             datums = [value_question(self._renderer, one, self.info.max_prompt_tokens) for one in conversations]
             return await read_scores(self._client, datums)
-        return [await self._ask(one) for one in conversations]
+        return await asyncio.gather(*(self._ask(one) for one in conversations))
 
     async def _ask(self, conversation: Sequence[Message]) -> float:
         assert self._sampler is not None, "attach loads one of the two"
@@ -126,10 +137,21 @@ class OutcomeModel:
 
 def value_question(renderer: Renderer, conversation: Sequence[Message], max_tokens: int = 0) -> Datum:
     """The datum that asks a critic for its value at the end of a conversation."""
-    ids = list(renderer.start(list(conversation)))
-    ids = ids[-max_tokens:] if max_tokens else ids
+    ids = cut_middle(list(renderer.start(list(conversation))), max_tokens)
     mask = [0.0] * (len(ids) - 1) + [1.0]
     return Datum(ModelInput.from_ints(ids), {"mask": TensorData(mask)})
+
+
+def cut_middle(ids: list[int], max_tokens: int) -> list[int]:
+    """The ids; of more than `max_tokens` the first quarter of so many, which says what the task is, and the newest.
+
+    >>> cut_middle([1, 2, 3, 4, 5, 6, 7, 8, 9], 4)
+    [1, 7, 8, 9]
+    """
+    if not max_tokens or len(ids) <= max_tokens:
+        return ids
+    first = max_tokens // 4
+    return [*ids[:first], *ids[len(ids) - (max_tokens - first) :]]
 
 
 def value_lesson(question: Datum, label: bool, weight: float) -> Datum:

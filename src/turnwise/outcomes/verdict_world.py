@@ -28,13 +28,22 @@ MAX_REASON_CHARS = 60
 _VERDICT = re.compile(r"verdict\s*:\s*\**\s*(yes|no)\b", re.IGNORECASE)
 
 
+def is_cut_text(attempt: Sequence[Message], max_chars: int) -> bool:
+    """Whether `verdict_messages` leaves out the middle of an attempt."""
+    return len(_text_of(attempt)) > max_chars
+
+
 def verdict_messages(attempt: Sequence[Message], max_chars: int) -> list[Message]:
     """The question about an attempt. A message cannot close the marks around it; the middle of a long one is cut."""
-    text = "\n".join(f"[{one.role}] {one.content}" for one in attempt).replace("===", "= = =")
+    text = _text_of(attempt)
     if len(text) > max_chars:
         half = max_chars // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
     return [system(RULES), user(f"{BEGIN}\n{text}\n{END}")]
+
+
+def _text_of(attempt: Sequence[Message]) -> str:
+    return "\n".join(f"[{one.role}] {one.content}" for one in attempt).replace("===", "= = =")
 
 
 def read_verdict(reply: str) -> bool | None:

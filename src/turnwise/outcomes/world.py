@@ -47,7 +47,7 @@ class OutcomeEnv(EnvWrapper):
             raise AttemptFailed(Party.JUDGE, f"outcome model: {cause}") from cause
         parts = dict(step.reward_parts)
         parts["judge"] = parts.get("judge", 0.0) + score
-        info = {**step.info, "outcome_score": score}
+        info = {**step.info, "outcome_score": score, "outcome_cut": float(self._model.cuts(self._dialogue))}
         if step.is_success is not None:
             info["outcome_agreement"] = float((score >= THRESHOLD) == step.is_success)
         return dataclasses.replace(step, reward=parts, info=info)

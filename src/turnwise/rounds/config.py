@@ -18,6 +18,8 @@ from turnwise.runtime.suggest import did_you_mean
 SECTION = "flywheel"
 TRAINED_STAGES = ("continued", "sft", "preference", "rl")
 """The stages of a round that train, in the order in which they do."""
+WORDS = ("verifier", "judge", "pairwise", "none")
+"""Sources of verdicts; anything else is the directory of an outcome model."""
 Dial = Literal["rising", "fixed", "uniform"]
 
 
@@ -35,6 +37,12 @@ class FlywheelConfig(Section):
         "`pairwise` (a model compares those of a group), `none` (all are good), or the directory of an outcome model.",
     )
     threshold: float = Field(default=0.5, description="An attempt with at least this score is good.")
+    refresh_verdict: int = Field(
+        default=0,
+        ge=0,
+        description="For the directory of an outcome model: train it again before every so many rounds, on the "
+        "attempts so far that the world's verifier has judged; 0: never.",
+    )
     judge_model: str = Field(default="", description="The judge's model; a name at judge_url, or a model of turnwise.")
     judge_url: str = Field(default="", description="An OpenAI-compatible address of the judge; empty: this process.")
     judge_key_variable: str = Field(default="", description="Environment variable with the key for judge_url.")
@@ -72,19 +80,42 @@ class FlywheelConfig(Section):
     def _every_option_is_read(self) -> Self:
         if not any(self.steps_of(stage) for stage in TRAINED_STAGES):
             raise ValueError("continued_steps, sft_steps, preference_steps and rl_steps are all 0; nothing would learn")
+        if self.refresh_verdict and self.verdict in WORDS:
+            raise ValueError(
+                f"refresh_verdict is not read by verdict={self.verdict}; leave it out, or name an outcome model"
+            )
         asks = self.verdict in ("judge", "pairwise")
         for name in ("judge_model", "judge_url", "judge_key_variable", "rubric"):
             if getattr(self, name) and not asks:
                 raise ValueError(f"{name} is not read by verdict={self.verdict}; set verdict=judge or pairwise")
         if asks and not (self.judge_model and self.rubric):
             raise ValueError(f"verdict={self.verdict} needs judge_model and rubric")
+        if self.verdict == "pairwise" and self.routing and self.rl_steps:
+            raise ValueError(
+                f"rl_steps={self.rl_steps}: a comparison inside a group gives no reward that the RL stage could learn "
+                "from; set rl_steps=0, and preference_steps to learn from the pairs, or take verdict=judge"
+            )
         if self.preference_learning_rate and not self.preference_steps:
             raise ValueError("preference_learning_rate is not read while preference_steps is 0; leave it out")
+        self._check_of_routes(self.changed_options())
         if self.dial == "uniform" and self.start_level:
             raise ValueError("start_level is not read by dial=uniform; leave it out")
         if self.dial != "rising" and self.raise_at != type(self).model_fields["raise_at"].default:
             raise ValueError(f"raise_at is not read by dial={self.dial}; leave it out")
         return self
+
+    def _check_of_routes(self, changed: Sequence[str]) -> None:
+        """Refuse options of routes and verdicts that are off."""
+        for name in ("threshold", "raise_at", "retire_at"):
+            if self.verdict == "none" and name in changed:
+                raise ValueError(f"{name} is not read by verdict=none, which knows no good attempts; leave it out")
+        if self.routing:
+            return
+        for name in ("best_per_task", "preference_learning_rate"):
+            if name in changed:
+                raise ValueError(
+                    f"{name} is not read by routing=false, which imitates every good attempt; leave it out"
+                )
 
     def steps_of(self, stage: str) -> int:
         return int(getattr(self, f"{stage}_steps"))

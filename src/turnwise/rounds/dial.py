@@ -1,8 +1,8 @@
 """Which tasks a round plays: solved ones are retired, and new ones come from the level that the dial shows.
 
-The dial rises by one level when the policy's attempts at the present level are good often enough. Tasks are drawn from
-the train split of the world at that level. A task is proposed once; a held-out task is never proposed, by id or by
-content.
+The dial rises by one level when the policy's attempts at the present level are good often enough. Without a verdict
+nobody knows what is solved: the level stays, and no task is retired. Tasks are drawn from the train split of the world
+at that level. A task is proposed once; a held-out task is never proposed, by id or by content.
 """
 
 from __future__ import annotations
@@ -94,11 +94,13 @@ class TaskDial:
         shares: dict[str, list[bool]] = defaultdict(list)
         for one in attempts:
             shares[one.task_id].append(bool(one.is_good))
+        is_judged = self._options.verdict != "none"  # without a verdict every attempt is good, and nothing is solved
         solved = [task for task, good in shares.items() if sum(good) / len(good) >= self._options.retire_at]
+        solved = solved if is_judged else []
         level, share = self.level, self._share_of_level(shares)
         self._store.retire(solved, number)
         levels = self._source.levels
-        if self._options.dial == "rising" and share is not None and share >= self._options.raise_at:
+        if is_judged and self._options.dial == "rising" and share is not None and share >= self._options.raise_at:
             self._store.set_meta(LEVEL, str(min(level + 1, levels[-1])))
         proposed = self._fill(number + 1)
         return {"retired": len(solved), "proposed": proposed, "level": self.level, "share_at_level": share}

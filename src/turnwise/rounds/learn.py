@@ -10,6 +10,9 @@ A run that is there and not finished is resumed; one that is finished is taken a
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,9 @@ from turnwise.outcomes.model import is_outcome_model
 from turnwise.rollout.seeds import derive_seed
 from turnwise.rounds.config import FlywheelConfig
 from turnwise.rounds.export import write_pair_file, write_pool
+from turnwise.rounds.refresh import verdict_of
 from turnwise.rounds.store import PoolStore
+from turnwise.rounds.verdicts import JudgeReward
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.objects import PythonObjects
@@ -53,16 +58,14 @@ class StageRuns:
         self._observer = observer
 
     def place(self, number: int, name: str) -> Path:
-        place = self._store.directory / "rounds" / f"{number:02d}" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return place
+        return self._store.round_place(number, name)
 
     def warm_up(self) -> str:
         """The supervised steps before the first round; the checkpoint that they end with."""
         tree = config_to_tree(self._config)
         tree["train"]["steps"] = 0
         tree["eval"] = {"tasks": 0}
-        return self._train(self.place(0, "warmup"), tree)
+        return self._train(self.place(0, "warmup"), tree, self._objects)
 
     def train(self, number: int, stage: str, current: str) -> dict[str, Any]:
         """One stage of a round, from the weights `current`; says what it did, and which weights there are now."""
@@ -72,14 +75,27 @@ class StageRuns:
         data = self._write_data(number, stage)
         if data is None:
             return {"skipped": "its pool is empty", "model": current}
-        tree = self._rl_tree(data) if stage == "rl" else self._stored_tree(stage, data)
+        tree = self._rl_tree(number, data) if stage == "rl" else self._stored_tree(stage, data)
         tree["model"]["start_from"] = current
         tree["train"] |= {"steps": steps, "seed": derive_seed(self._config.train.seed, stage, number)}
         place = self.place(number, stage)
-        model = self._train(place, tree)
+        with self._judged() if stage == "rl" else nullcontext(self._objects) as objects:
+            model = self._train(place, tree, objects)
         with RunReader(place) as run:
             updated = len(run.metric("train/optimizer_step"))  # a step of RL without a lesson updates nothing
         return {"model": model, "run": str(place.relative_to(self._store.directory)), "steps": updated}
+
+    @contextmanager
+    def _judged(self) -> Generator[PythonObjects]:
+        """The run's objects; where a judge routes the attempts, with its score as what RL learns from."""
+        if self._options.verdict != "judge":
+            yield self._objects
+            return
+        reward = JudgeReward(self._options, self._config, self._store.directory)
+        try:
+            yield replace(self._objects, reward=reward)
+        finally:
+            reward.close()
 
     def _write_data(self, number: int, stage: str) -> Path | None:
         """The file that a stage learns from; None if there is nothing in its pool."""
@@ -102,14 +118,15 @@ class StageRuns:
         write_tasks(path, [*listed, *self._store.held_out()])
         return path
 
-    def _rl_tree(self, tasks: Path) -> Tree:
+    def _rl_tree(self, number: int, tasks: Path) -> Tree:
         tree = config_to_tree(self._config)
         tree["env"] |= {"tasks": str(tasks), "difficulty": -1}
         tree["warmup"], tree["eval"] = {"steps": 0}, {"tasks": 0}
-        if is_outcome_model(Path(self._options.verdict).expanduser()):
+        verdict = verdict_of(self._store, self._options, number)
+        if is_outcome_model(Path(verdict).expanduser()):
             # What routes the attempts is also what RL learns from; the world's outcome is only logged and compared.
             weights = {**tree["reward"]["weights"], "outcome": 0.0}
-            tree["reward"] |= {"model": self._options.verdict, "weights": weights}
+            tree["reward"] |= {"model": verdict, "weights": weights}
         # A round goes on, also if the policy has learned all of its tasks before the last step.
         tree["train"]["max_empty_steps"] = self._options.rl_steps + 1
         return tree
@@ -130,13 +147,13 @@ class StageRuns:
             "eval": {"tasks": 0},
         }
 
-    def _train(self, place: Path, tree: Tree) -> str:
+    def _train(self, place: Path, tree: Tree, objects: PythonObjects) -> str:
         """Train in `place`, or go on with what is there; the path of the last checkpoint."""
         if not is_run(place):
             tree["run"] |= {"dir": str(place), "name": "", "dialogues": 0}
-            Run.start(set_up_new(tree_to_config(tree), self._objects), observer=self._observer)
+            Run.start(set_up_new(tree_to_config(tree), objects), observer=self._observer)
         elif Run.open(place).state != "finished":
-            Run.start(set_up_resume(place, (), self._objects), observer=self._observer)
+            Run.start(set_up_resume(place, (), objects), observer=self._observer)
         state = Run.open(place).state
         if state != "finished":
             raise TurnwiseError(f"the run {place} is {state}, not finished; the same command goes on with it")

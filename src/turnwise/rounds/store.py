@@ -124,6 +124,12 @@ class PoolStore(ClosedOnExit):
         except sqlite3.OperationalError as cause:
             raise ConfigError(f"{sql!r} is no query of {DATABASE}: {cause}") from cause
 
+    def round_place(self, number: int, name: str) -> Path:
+        """A file or folder of a round."""
+        place = self.directory / "rounds" / f"{number:02d}" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
     # --- meta and stages
 
     def meta(self, key: str) -> str | None:

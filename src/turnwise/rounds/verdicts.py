@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Protocol
 
 from turnwise.config.config import Config
+from turnwise.envs.base import Task
 from turnwise.errors import ConfigError
 from turnwise.judges import Judge, Rubric
 from turnwise.judges.cache import FileCache
 from turnwise.judges.models import AddressModel, EmbeddedModel, JudgeModel
 from turnwise.outcomes.model import is_outcome_model, open_outcome_model
 from turnwise.outcomes.pairwise import win_shares
-from turnwise.rounds.config import FlywheelConfig
+from turnwise.rounds.config import WORDS, FlywheelConfig
 from turnwise.rounds.store import AttemptVerdict, PlayedAttempt
 from turnwise.runtime.blocking import run_to_end
 from turnwise.training.orm import score_conversations
@@ -24,8 +25,8 @@ from turnwise.training.setup import make_service
 from turnwise.trajectory import Message, Trajectory
 
 MAX_REASON = 500
-WORDS = ("verifier", "judge", "pairwise", "none")
-"""Sources of verdicts; anything else is the directory of an outcome model."""
+ANSWERS = "judge.db"
+"""The file of a judge's answers, beside the pools."""
 
 
 class VerdictSource(Protocol):
@@ -47,7 +48,12 @@ def check_source(options: FlywheelConfig) -> None:
         raise ConfigError(f"the environment variable {options.judge_key_variable} is not set; export the judge's key")
 
 
-def open_source(options: FlywheelConfig, config: Config, directory: Path) -> VerdictSource:
+def open_source(options: FlywheelConfig, config: Config, directory: Path, verdict: str) -> VerdictSource:
+    """What judges a round's attempts.
+
+    Args:
+        verdict: `flywheel.verdict`, or the outcome model that has taken its place.
+    """
     if options.verdict == "verifier":
         return Verifier(options.threshold)
     if options.verdict == "none":
@@ -55,8 +61,8 @@ def open_source(options: FlywheelConfig, config: Config, directory: Path) -> Ver
     if options.verdict == "judge":
         return JudgeVerdict(options, config, directory)
     if options.verdict == "pairwise":
-        return PairwiseVerdict(options, config)
-    return OutcomeVerdict(options, config)
+        return PairwiseVerdict(options, config, directory)
+    return OutcomeVerdict(options, config, directory, verdict)
 
 
 def dialogue_of(trajectory: Trajectory) -> list[Message]:
@@ -99,9 +105,10 @@ class NoVerdict:
 
 
 class AskedModel:
-    """The model that a judge asks, loaded in this process or behind an address."""
+    """The model that a judge asks, loaded in this process or behind an address, and what it has answered."""
 
-    def __init__(self, options: FlywheelConfig, config: Config) -> None:
+    def __init__(self, options: FlywheelConfig, config: Config, directory: Path) -> None:
+        self.answers = FileCache(directory / ANSWERS)
         self.model: JudgeModel = EmbeddedModel(options.judge_model)
         self._service = None
         if options.judge_url:
@@ -113,18 +120,39 @@ class AskedModel:
             self.model.attach(self._service)
 
     def close(self) -> None:
+        self.answers.close()
         if self._service is not None:
             self._service.close()
+
+
+class JudgeReward:
+    """The judge's score as the reward of an attempt, in place of the world's own: what the RL stage learns from.
+
+    Which attempts succeed is still for the world to say.
+    """
+
+    def __init__(self, options: FlywheelConfig, config: Config, directory: Path) -> None:
+        self._asked = AskedModel(options, config, directory)
+        self._judge = Judge(self._asked.model, Rubric(criteria=options.rubric), cache=self._asked.answers)
+
+    async def __call__(self, task: Task, messages: Sequence[Message]) -> float:
+        """Score a finished attempt at `task`; the rubric alone says what counts."""
+        del task
+        verdict = await self._judge.score(messages)
+        assert verdict.score is not None, "the fallback `fail` gives a score or raises"
+        return verdict.score
+
+    def close(self) -> None:
+        self._asked.close()
 
 
 class JudgeVerdict:
     """A model with a rubric. Its answers are kept beside the pools, so that nothing is asked twice."""
 
     def __init__(self, options: FlywheelConfig, config: Config, directory: Path) -> None:
-        self._asked = AskedModel(options, config)
+        self._asked = AskedModel(options, config, directory)
         self._threshold = options.threshold
-        cache = FileCache(str(directory / "judge.db"))
-        self._judge = Judge(self._asked.model, Rubric(criteria=options.rubric), cache=cache)
+        self._judge = Judge(self._asked.model, Rubric(criteria=options.rubric), cache=self._asked.answers)
 
     def judge(self, attempts: Sequence[PlayedAttempt]) -> list[AttemptVerdict]:
         return run_to_end(self._ask(attempts))
@@ -147,10 +175,13 @@ class JudgeVerdict:
 
 
 class PairwiseVerdict:
-    """A judge compares the attempts of each group two by two; the score is the share of wins inside the group."""
+    """A judge compares the attempts of each group two by two; the score is the share of wins inside the group.
 
-    def __init__(self, options: FlywheelConfig, config: Config) -> None:
-        self._asked = AskedModel(options, config)
+    Its answers are kept like those of a judge that scores.
+    """
+
+    def __init__(self, options: FlywheelConfig, config: Config, directory: Path) -> None:
+        self._asked = AskedModel(options, config, directory)
         self._options = options
 
     def judge(self, attempts: Sequence[PlayedAttempt]) -> list[AttemptVerdict]:
@@ -161,7 +192,7 @@ class PairwiseVerdict:
 
     async def _compare(self, group: Sequence[PlayedAttempt]) -> list[AttemptVerdict]:
         dialogues = [dialogue_of(one.trajectory) for one in group]
-        shares = await win_shares(self._asked.model, self._options.rubric, dialogues)
+        shares = await win_shares(self._asked.model, self._options.rubric, dialogues, self._asked.answers)
         bound = self._options.threshold
         return [
             AttemptVerdict(attempt_id=one.id, source="pairwise", score=share, is_good=share >= bound)
@@ -175,9 +206,10 @@ class PairwiseVerdict:
 class OutcomeVerdict:
     """An outcome model."""
 
-    def __init__(self, options: FlywheelConfig, config: Config) -> None:
-        self._model = open_outcome_model(options.verdict)
-        self._source = options.verdict
+    def __init__(self, options: FlywheelConfig, config: Config, directory: Path, verdict: str) -> None:
+        self._model = open_outcome_model(verdict)
+        own, place = directory.resolve(), Path(verdict)
+        self._source = str(place.relative_to(own)) if place.is_relative_to(own) else verdict
         self._threshold = options.threshold
         self._service = make_service(config, None)
 

@@ -21,10 +21,11 @@ from turnwise.config.config import Config
 from turnwise.envs.difficulty import levels_of
 from turnwise.envs.registry import load_target
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.rounds.config import SECTION, TRAINED_STAGES, FlywheelConfig, FlywheelFile, read_file
+from turnwise.rounds.config import SECTION, TRAINED_STAGES, WORDS, FlywheelConfig, FlywheelFile, read_file
 from turnwise.rounds.dial import LevelTasks, TaskDial
 from turnwise.rounds.learn import StageRuns
 from turnwise.rounds.play import RoundPlayer
+from turnwise.rounds.refresh import STAGE, check_refresh, is_due, refresh, verdict_of
 from turnwise.rounds.route import route
 from turnwise.rounds.store import PoolStore, is_flywheel
 from turnwise.rounds.tables import OVERALL
@@ -110,6 +111,7 @@ class Flywheel:
     def run(self, observer: Observer) -> None:
         """Do what is left to do."""
         check_source(self.options)
+        check_refresh(self.options)
         check_read(self.file.run, self._objects)
         if not self.file.run.model.base_url:
             find_model(self.file.run)
@@ -117,7 +119,8 @@ class Flywheel:
             rounds = _Rounds(store, self._config(store), self.options, self._objects, observer)
             rounds.begin(observer.message)
             for number in range(1, self.options.rounds + 1):
-                rounds.round(number, observer.message)
+                if not rounds.round(number, observer.message):
+                    break
 
     def _open(self) -> PoolStore:
         """The file that is there, if it was begun with the same settings; else a new one."""
@@ -186,7 +189,8 @@ def _check_same(began: dict[str, Any], now: dict[str, Any], directory: str) -> N
 
 
 def _pairs(began: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    pairs = [(SECTION, began.get(SECTION, {}), now[SECTION])]
+    defaults = FlywheelConfig().model_dump(mode="json")  # an option may be newer than the flywheel
+    pairs = [(SECTION, {**defaults, **began.get(SECTION, {})}, now[SECTION])]
     return pairs + [(name, began.get("run", {}).get(name, {}), after) for name, after in now["run"].items()]
 
 
@@ -225,8 +229,11 @@ class _Rounds:
             report("round 0  warm-up done")
         self._evaluate(0, report)
 
-    def round(self, number: int, report: Report) -> None:
-        """One round; stages that are done are left alone."""
+    def round(self, number: int, report: Report) -> bool:
+        """One round; stages that are done are left alone. False: there is no task left to play."""
+        if self._store.stage(number, "play") is None and not self._store.active_tasks():
+            report(f"round {number}  every task of the world is solved and retired; there is nothing left to play")
+            return False
         if self._store.stage(number, "play") is None:
             place = self._runs.place(number, "play_tasks.jsonl")
             self._player.play(number, _current(self._store), self._store.active_tasks(), self._options.samples, place)
@@ -235,8 +242,12 @@ class _Rounds:
             )
             self._store.finish(number, "play", **played)
             report(f"round {number}  played {played['attempts']} attempts")
+        if is_due(self._options, number) and self._store.stage(number, STAGE) is None:
+            detail = refresh(self._store, self._options, self._config, number)
+            self._store.finish(number, STAGE, **detail)
+            report(f"round {number}  outcome model trained again on {detail['attempts']} verified attempts")
         if self._store.stage(number, "judge") is None:
-            self._judge(number)
+            self._judge(number, report)
         if self._store.stage(number, "route") is None:
             self._route(number, report)
         for stage in TRAINED_STAGES:
@@ -252,9 +263,11 @@ class _Rounds:
                 self._store.finish(number, "tasks", **detail)
             words = f"retired {detail['retired']}, proposed {detail['proposed']}, level {detail['level']}"
             report(f"round {number}  tasks: {words}")
+        return True
 
-    def _judge(self, number: int) -> None:
-        source = open_source(self._options, self._config, self._store.directory)
+    def _judge(self, number: int, report: Report) -> None:
+        verdict = verdict_of(self._store, self._options, number)
+        source = open_source(self._options, self._config, self._store.directory, verdict)
         try:
             todo = self._store.attempts("a.round = ? AND v.attempt_id IS NULL", number)
             for _, group in groupby(todo, key=lambda one: one.task_id):
@@ -266,7 +279,15 @@ class _Rounds:
             "JOIN attempts a ON a.id = v.attempt_id WHERE a.round = ?",
             number,
         )
-        self._store.finish(number, "judge", good_share=rows[0]["good"], agreement=rows[0]["agreement"])
+        good, agreement = rows[0]["good"], rows[0]["agreement"]
+        bound = self._config.alarms.min_outcome_agreement
+        has_parted = self._options.verdict not in WORDS and agreement is not None and agreement < bound
+        self._store.finish(number, "judge", good_share=good, agreement=agreement, has_parted=has_parted)
+        if has_parted:
+            report(
+                f"round {number}  alarm: outcome model and verifier agree on {agreement:.0%} of the attempts, less "
+                f"than alarms.min_outcome_agreement={bound:g}; train it again (flywheel.refresh_verdict)"
+            )
 
     def _route(self, number: int, report: Report) -> None:
         attempts = self._store.attempts("a.round = ?", number)

@@ -16,18 +16,22 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from turnwise.client.base import TrainingClient
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.client.local import ServiceClient
+from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml, load_config
 from turnwise.errors import ConfigError
+from turnwise.models.facts import read_facts
+from turnwise.models.store import resolve_model
 from turnwise.outcomes.labelled import LabelledAttempt, check_both_parts, read_labelled, write_labelled
 from turnwise.outcomes.measure import Quality, calibration_svg, measure
 from turnwise.outcomes.model import Kind, OutcomeInfo, OutcomeModel, open_outcome_model, value_lesson, value_question
+from turnwise.outcomes.verdict_world import is_cut_text
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import RunReader, is_run
@@ -37,16 +41,20 @@ from turnwise.runtime.section import Section
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.run import Run
 from turnwise.training.setup import AnyService, set_up_new, set_up_resume
-from turnwise.training.stored import origin_of
+from turnwise.training.stored import origin_of, own_task
 from turnwise.training.task_order import ShuffledItems
 from turnwise.types import AdamParams, Datum
 from turnwise.watch.observer import Observer
 from turnwise.watch.status import run_lock
 
 ATTEMPTS, PROGRESS, REPORT, PICTURE = "attempts.jsonl", "progress.json", "report.json", "calibration.svg"
+SETTINGS = "settings.json"
+"""What a training was asked for, so that a resume is the same one."""
 SCORED_AT_ONCE = 32
 VERDICTS = "turnwise.outcomes.verdict_world:VerdictWorld"
 """The world of the generative kind."""
+GENERATIVE_ONLY = ("rl_steps", "rl_learning_rate", "max_chars", "num_votes")
+"""Options that a classifier does not read."""
 
 
 class OrmConfig(Section):
@@ -67,6 +75,16 @@ class OrmConfig(Section):
     seed: int = Field(default=0, ge=0, description="Seed of the adapter and of the batches.")
     max_chars: int = Field(default=6000, ge=200, description="For generative: longest text of an attempt.")
     num_votes: int = Field(default=4, ge=1, description="For generative: replies that vote on an attempt.")
+
+    @model_validator(mode="after")
+    def _every_option_is_read(self) -> Self:
+        changed = self.changed_options()
+        if self.kind == "classifier":
+            for name in (name for name in GENERATIVE_ONLY if name in changed):
+                raise ValueError(f"{name} is not read by kind=classifier; leave it out, or set kind=generative")
+        if not self.rl_steps and "rl_learning_rate" in changed:
+            raise ValueError("rl_learning_rate is not read while rl_steps is 0; leave it out")
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +146,7 @@ def train_outcome_model(
             if options.kind == "classifier":
                 info = run_to_end(_train_classifier(place, attempts, options, own.keeping_checkpoints_in(place)))
             else:
-                info = _train_generative(place, options, observer or Observer())
+                info = _train_generative(place, attempts, options, observer or Observer())
             info.write(place)
             quality = measure_model(open_outcome_model(place), [one for one in attempts if one.split == "test"], own)
         finally:
@@ -173,24 +191,24 @@ class _RunSource:
     """The training attempts of a run that a verifier has judged."""
 
     directory: Path
-    world: str
-    model: str
+    config: Config
     rows: Sequence[AttemptRow]
+
+    @property
+    def model(self) -> str:
+        return origin_of(self.config).model
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def latest(self, count: int) -> list[LabelledAttempt]:
         with RunReader(self.directory) as run:
-            return [
-                LabelledAttempt(
-                    world=self.world,
-                    task_id=row.task_id,
-                    messages=tuple(message for message, _ in run.dialogue(row.id)),
-                    label=bool(row.is_success),
-                )
-                for row in self.rows[len(self) - count :]
-            ]
+            return [self._labelled(run, row) for row in self.rows[len(self) - count :]]
+
+    def _labelled(self, run: RunReader, row: AttemptRow) -> LabelledAttempt:
+        world, task_id = own_task(self.config, row.task_id)
+        messages = tuple(message for message, _ in run.dialogue(row.id))
+        return LabelledAttempt(world=world, task_id=task_id, messages=messages, label=bool(row.is_success))
 
 
 def _open_source(source: str | Path) -> _FileSource | _RunSource:
@@ -200,9 +218,9 @@ def _open_source(source: str | Path) -> _FileSource | _RunSource:
     if not is_run(path):
         raise ConfigError(f"{source} is neither a run directory nor a .jsonl file of labelled attempts")
     with RunReader(path) as run:
-        origin = origin_of(config_from_yaml(run.config_yaml, str(path)))
+        config = config_from_yaml(run.config_yaml, str(path))
         rows = [row for row in run.attempts(phase="train") if row.is_success is not None]
-    return _RunSource(directory=path, world=origin.world, model=origin.model, rows=rows)
+    return _RunSource(directory=path, config=config, rows=rows)
 
 
 def _equal_shares(counts: Sequence[int], most: int) -> list[int]:
@@ -275,9 +293,9 @@ def best_of_n(
     groups: dict[tuple[int, str], list[tuple[Any, bool]]] = defaultdict(list)
     left_out: set[str] = set()
     with RunReader(directory) as run:
-        world = origin_of(config_from_yaml(run.config_yaml, str(directory))).world
+        config = config_from_yaml(run.config_yaml, str(directory))
         for row in run.attempts(phase="eval"):
-            if (world, row.task_id) in learned:
+            if own_task(config, row.task_id) in learned:
                 left_out.add(row.task_id)
             elif row.is_success is not None:
                 messages = [message for message, _ in run.dialogue(row.id)]
@@ -307,7 +325,7 @@ def best_of_n(
 
 def _dataset(place: Path, sources: Sequence[str | Path], options: OrmConfig) -> tuple[list[LabelledAttempt], str]:
     """The attempts to learn from: those that were written down at the first call, so that a resume has the same."""
-    settings = place / "settings.json"
+    settings = place / SETTINGS
     wanted = {"sources": [str(one) for one in sources], **options.model_dump(mode="json")}
     if settings.is_file():
         stored = json.loads(settings.read_text(encoding="utf-8"))
@@ -325,7 +343,7 @@ def _dataset(place: Path, sources: Sequence[str | Path], options: OrmConfig) -> 
         raise ConfigError("no run says which model to train; set model=NAME")
     check_both_parts(attempts)
     write_labelled(place / ATTEMPTS, attempts)
-    part = place / "settings.json.part"
+    part = place / f"{SETTINGS}.part"
     part.write_text(json.dumps({**wanted, "found_model": model}), encoding="utf-8")
     part.replace(settings)
     return read_labelled(place / ATTEMPTS), model
@@ -342,10 +360,11 @@ async def _train_classifier(
             options.model, rank=options.rank, seed=derive_seed(options.seed, "orm")
         )
     renderer = get_renderer(client.get_tokenizer())
+    limit = read_facts(resolve_model(options.model).directory).context_length
     train = [one for one in attempts if one.split == "train"]
     batches = ShuffledItems(train, options.batch_size, derive_seed(options.seed, "orm batches"))
     while progress.step < options.steps:
-        output = await client.forward_backward(_lessons(renderer, batches.batch(progress.step)), "value")
+        output = await client.forward_backward(_lessons(renderer, batches.batch(progress.step), limit), "value")
         await client.optim_step(AdamParams(learning_rate=options.learning_rate, grad_clip_norm=1.0))
         progress.step += 1
         progress.losses.append(float(output.metrics["loss:sum"]))
@@ -362,14 +381,18 @@ async def _train_classifier(
         base_model=options.model,
         checkpoint=str(directory.relative_to(place)),
         worlds=tuple(sorted({one.world for one in attempts})),
+        max_prompt_tokens=limit,
+        num_cut=sum(len(renderer.start(list(one.messages))) > limit for one in attempts),
     )
 
 
-def _lessons(renderer: Renderer, batch: Sequence[LabelledAttempt]) -> list[Datum]:
-    return [value_lesson(value_question(renderer, one.messages), one.label, 1.0 / len(batch)) for one in batch]
+def _lessons(renderer: Renderer, batch: Sequence[LabelledAttempt], limit: int) -> list[Datum]:
+    return [value_lesson(value_question(renderer, one.messages, limit), one.label, 1.0 / len(batch)) for one in batch]
 
 
-def _train_generative(place: Path, options: OrmConfig, observer: Observer) -> OutcomeInfo:
+def _train_generative(
+    place: Path, attempts: Sequence[LabelledAttempt], options: OrmConfig, observer: Observer
+) -> OutcomeInfo:
     """Train in the world of verdicts, with a run that is resumed like any other."""
     directory = place / "run"
     if not is_run(directory):
@@ -400,7 +423,8 @@ def _train_generative(place: Path, options: OrmConfig, observer: Observer) -> Ou
         kind="generative",
         base_model=options.model,
         checkpoint=str(checkpoint.relative_to(place.resolve())),
-        worlds=tuple(sorted({one.world for one in read_labelled(place / ATTEMPTS)})),
+        worlds=tuple(sorted({one.world for one in attempts})),
+        num_cut=sum(is_cut_text(one.messages, options.max_chars) for one in attempts),
         max_chars=options.max_chars,
         num_votes=options.num_votes,
     )

@@ -49,13 +49,15 @@ class PlannedAttempt:
     reply_tokens: float
     """Tokens sampled in each turn."""
     total_tokens: float
-    """Tokens of the whole dialogue."""
+    """Tokens of the whole dialogue; where a memory rewrites prompts, of all datums, each with its own prompt."""
+    datums: float = 1.0
+    """Sequences that it is trained as: one, and one more for each rewritten prompt."""
     source: str
     """Where the numbers are from, in words."""
 
     @property
     def observed_tokens(self) -> float:
-        """What the world says after the first prompt, and the end of each reply."""
+        """What is read after the first prompt: what the world says, the end of each reply, and rewritten prompts."""
         return max(0.0, self.total_tokens - self.prompt_tokens - self.turns * self.reply_tokens)
 
 
@@ -104,7 +106,9 @@ class TimePlan:
         line += f"tokens), {format_duration(self.run_s)} for the run ({parts}){missing}"
         rates = f"{speed.sample_tokens_per_s:,.0f} tokens sampled, {speed.read_tokens_per_s:,.0f} read and "
         rates += f"{speed.train_tokens_per_s:,.0f} trained per second, measured on this machine; attempts of "
-        rates += f"{self.shape.turns:.1f} turns and {self.shape.total_tokens:.0f} tokens, from {self.shape.source}"
+        several = f" in {self.shape.datums:.1f} datums" if self.shape.datums > 1 else ""
+        rates += f"{self.shape.turns:.1f} turns and {self.shape.total_tokens:.0f} tokens{several}, from "
+        rates += self.shape.source
         return [f"{'time':<13}{line}", f"{'speed':<13}{rates}"]
 
 
@@ -147,8 +151,10 @@ def _longest(shape: PlannedAttempt, limits: RolloutLimits) -> PlannedAttempt:
     """An attempt whose every turn is as long as it may be; the world adds as much after a turn as usual."""
     turns, reply = limits.max_turns, limits.max_tokens_per_turn
     total = shape.prompt_tokens + turns * (reply + shape.observed_tokens / shape.turns)
+    datums = shape.datums * turns / shape.turns if shape.datums > 1 else 1.0
+    most = datums * limits.max_trajectory_tokens
     return replace(
-        shape, turns=turns, reply_tokens=reply, total_tokens=min(total, limits.max_trajectory_tokens), source="limits"
+        shape, turns=turns, reply_tokens=reply, total_tokens=min(total, most), datums=datums, source="limits"
     )
 
 
@@ -158,8 +164,8 @@ def _speed_load(config: Config, parts: Parts, shape: PlannedAttempt) -> SpeedLoa
         rows=max(1, min(played, parts.rollout.max_concurrency, config.engine_in_use.max_num_seqs)),
         context=_rounded(shape.prompt_tokens),
         reply_tokens=_rounded(shape.reply_tokens),
-        datums=dialogues_per_optimizer_step(config),
-        datum_tokens=min(_rounded(shape.total_tokens), parts.rollout.max_trajectory_tokens),
+        datums=max(1, round(dialogues_per_optimizer_step(config) * shape.datums)),
+        datum_tokens=min(_rounded(shape.total_tokens / shape.datums), parts.rollout.max_trajectory_tokens),
         group_size=max(1, attempts_per_task(config)),
     )
 
@@ -173,22 +179,55 @@ def _shape(parts: Parts, scripts: Sequence[Sequence[DialogueTurn]], tried: Seque
     limits = parts.rollout
     if scripts:
         count = len(scripts)
+        sequences = [sequence_lengths(one) for one in scripts]
         turns = sum(map(len, scripts)) / count
         replies = sum(len(turn.reply_ids) for one in scripts for turn in one) / count
         return PlannedAttempt(
             turns=min(turns, limits.max_turns),
             prompt_tokens=sum(len(one[0].prompt_ids) for one in scripts) / count,
             reply_tokens=min(replies / turns, limits.max_tokens_per_turn),
-            total_tokens=sum(len(one[-1].prompt_ids) + len(one[-1].reply_ids) for one in scripts) / count,
+            total_tokens=sum(map(sum, sequences)) / count,
+            datums=sum(map(len, sequences)) / count,
             source=f"{count} scripted dialogues",
         )
     first = [len(one.turns[0].prompt_ids) for one in tried if one.turns]
     prompt = sum(first) / len(first) if first else USUAL_OBSERVED
     reply = limits.max_tokens_per_turn
+    if parts.config.memory.window:
+        return _windowed(parts, prompt, reply)
     total = min(prompt + limits.max_turns * (reply + USUAL_OBSERVED), limits.max_trajectory_tokens)
     turns = max(1.0, min(limits.max_turns, (total - prompt) / (reply + USUAL_OBSERVED)))
     return PlannedAttempt(
         turns=turns, prompt_tokens=prompt, reply_tokens=reply, total_tokens=total, source="the limits of an attempt"
+    )
+
+
+def sequence_lengths(turns: Sequence[DialogueTurn]) -> list[int]:
+    """Tokens of each sequence that an attempt is trained as: a prompt that does not go on with the last begins one."""
+    lengths: list[int] = []
+    last: tuple[int, ...] = ()
+    for turn in turns:
+        if last and turn.prompt_ids[: len(last)] == last:
+            lengths.pop()
+        last = (*turn.prompt_ids, *turn.reply_ids)
+        lengths.append(len(last))
+    return lengths
+
+
+def _windowed(parts: Parts, prompt: float, reply: int) -> PlannedAttempt:
+    """An attempt that uses all of its turns, with a window that is rewritten whenever turns leave it."""
+    memory, limits = parts.config.memory, parts.rollout
+    leaving = memory.window - memory.keep if memory.summary_tokens else 1
+    datums = 1 + max(0, limits.max_turns - memory.window) / leaving
+    in_window = min(memory.window, limits.max_turns)
+    each = prompt + memory.summary_tokens + in_window * (reply + USUAL_OBSERVED)
+    return PlannedAttempt(
+        turns=limits.max_turns,
+        prompt_tokens=prompt,
+        reply_tokens=reply,
+        total_tokens=datums * min(each, limits.max_trajectory_tokens),
+        datums=datums,
+        source="the limits of an attempt",
     )
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from turnwise.client.checkpoints import CheckpointStore
+from turnwise.config.files import config_from_yaml
+from turnwise.credit.values import read_values, value_sequences
 from turnwise.errors import ConfigError, DataError
 from turnwise.outcomes.model import OutcomeModel
-from turnwise.training.orm import score_conversations
+from turnwise.runlog.reader import RunReader, is_run
+from turnwise.training.checkpoint import saved_critic
+from turnwise.training.orm import SCORED_AT_ONCE, score_conversations
 from turnwise.training.policy import PolicySampler
 from turnwise.trajectory import Message, Trajectory
 from turnwise.watch.curve import BudgetLine, budgets_svg
@@ -45,18 +51,85 @@ class Scaling:
 
 
 def start_of(policy: PolicySampler) -> PolicySampler | None:
-    """What a policy was before its training: `model.from` of its run, or its base model; None for a model as it is."""
+    """What a policy was before its RL; None for a model as it is. Its `why` says in words which weights these are.
+
+    That is the run's checkpoint of step 0, after its warm-up, where the run keeps it; else what the run started from:
+    `model.from`, or the base model.
+    """
     if policy.checkpoint is None:
         return None
-    start = policy.config.model.start_from or None
-    return PolicySampler(policy.config, data_dir=policy.data_dir, checkpoint=start, objects=policy.objects)
+    config = policy.config
+    start = config.model.start_from or None
+    why = "the weights of model.from" if start else "the base model"
+    if config.warmup.steps:
+        warm = _after_warmup(policy.data_dir)
+        start = start if warm is None else warm
+        why = f"{why}: the run keeps no checkpoint of step 0, so what its warm-up taught counts as training"
+        why = why if warm is None else "step 0 of the run, after its warm-up"
+    return PolicySampler(config, data_dir=policy.data_dir, checkpoint=start, why=why, objects=policy.objects)
 
 
-def measure_scaling(policies: Mapping[str, PolicySampler], judge: OutcomeModel | None = None) -> Scaling:
+def _after_warmup(directory: Path | None) -> str | None:
+    """The checkpoint of a run after its warm-up and before its first step; None where it is not kept."""
+    if directory is None or not is_run(directory):
+        return None
+    with RunReader(directory) as run:
+        wanted = config_from_yaml(run.config_yaml, str(directory)).warmup.steps
+        kept = [row for row in run.checkpoints() if row.step == 0 and row.warmup_steps == wanted]
+    return kept[-1].path if kept and CheckpointStore(directory).has(kept[-1].path) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticJudge:
+    """A run's critic as a judge of attempts: its value in the state before the last token of the last reply."""
+
+    path: str
+    """Where the critic was saved."""
+
+    def score(self, attempts: Sequence[Trajectory], policy: PolicySampler) -> list[float]:
+        client = policy.service.create_training_client_from_state(self.path)
+        found: list[float] = []
+        for first in range(0, len(attempts), SCORED_AT_ONCE):
+            batch = attempts[first : first + SCORED_AT_ONCE]
+            asked = [value_sequences(one) for one in batch]
+            output = client.forward([each.question() for own in asked for each in own], "value").result()
+            answers = iter(one["values"].tolist() for one in output.loss_fn_outputs)
+            for one, sequences in zip(batch, asked, strict=True):
+                values = read_values(one, sequences, [next(answers) for _ in sequences])
+                found.append(float(values.turns[-1][-1]))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeJudge:
+    """An outcome model as a judge of attempts."""
+
+    model: OutcomeModel
+
+    def score(self, attempts: Sequence[Trajectory], policy: PolicySampler) -> list[float]:
+        self.model.attach(policy.service)  # pyright: ignore[reportArgumentType]
+        return score_conversations(self.model, [_messages(one) for one in attempts], policy.service)
+
+
+def critic_of(policy: PolicySampler) -> CriticJudge:
+    """The critic that was saved with a policy."""
+    directory, checkpoint = policy.data_dir, policy.checkpoint
+    if directory is not None and checkpoint is not None and is_run(directory):
+        with RunReader(directory) as run:
+            rows = [row for row in run.checkpoints() if row.path == checkpoint]
+        saved = saved_critic(directory, rows[0]) if rows else None
+        if saved is not None:
+            return CriticJudge(path=saved.path)
+    raise ConfigError(
+        "--critic needs a run with a critic (method=ppo), which saves it beside the policy; or take --orm"
+    )
+
+
+def measure_scaling(policies: Mapping[str, PolicySampler], judge: OutcomeJudge | CriticJudge | None = None) -> Scaling:
     """Play the same tasks with each policy; models are loaded one after the other.
 
     Args:
-        judge: An outcome model that picks the best of k.
+        judge: Picks the best of k.
     """
     config = next(iter(policies.values())).config
     if config.eval.samples > 1 and not config.eval.temperature:
@@ -70,15 +143,10 @@ def measure_scaling(policies: Mapping[str, PolicySampler], judge: OutcomeModel |
                 raise DataError(
                     f"{config.env.name} never says whether an attempt succeeded, so there is no success rate"
                 )
-            scores = None if judge is None else _score(judge, groups, policy)
+            scores = None if judge is None else judge.score([one for group in groups for one in group], policy)
         points[name] = scale_points(_attempts(groups, scores))
         num_failed[name] = played.row.num_failed
     return Scaling(world=config.env.name, samples=config.eval.samples, points=points, num_failed=num_failed)
-
-
-def _score(judge: OutcomeModel, groups: Sequence[Sequence[Trajectory]], policy: PolicySampler) -> list[float]:
-    judge.attach(policy.service)  # pyright: ignore[reportArgumentType]
-    return score_conversations(judge, [_messages(one) for group in groups for one in group], policy.service)
 
 
 def _messages(trajectory: Trajectory) -> list[Message]:

@@ -64,6 +64,19 @@ def origin_of(config: Config, member: str = "") -> Origin:
     return Origin(world=world, model=str(path.resolve()) if path.exists() else model)
 
 
+def own_task(config: Config, task_id: str) -> tuple[str, str]:
+    """The world that plays a task of a run, and the task's id there: without the member of a mix, and the level.
+
+    So a task is the same one in a mix, in a curriculum and in a run of its own.
+    """
+    env, member = config.env, ""
+    if env.mix:
+        member, _, task_id = task_id.partition(SEPARATOR)
+    if env.mix[member].curriculum if member else env.curriculum:
+        task_id = task_id.partition(SEPARATOR)[2]
+    return origin_of(config, member).world, task_id
+
+
 def check_origin(came: Origin, wanted: Origin, source: str, *, other: str = "this run has") -> None:
     """Refuse what another model or another world made."""
     for option, was, expected, is_same in (

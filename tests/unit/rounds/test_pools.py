@@ -179,6 +179,16 @@ def test_the_dial_rises_when_a_level_is_solved_and_never_proposes_a_task_twice(t
         assert not set(ids) & {one.task.id for one in store.held_out()}
 
 
+def test_without_a_verdict_nothing_is_solved_so_no_task_is_retired_and_the_level_stays(tmp_path: Path) -> None:
+    with _store(tmp_path) as store:
+        dial, _ = _dial(store, tasks=6, eval_tasks=4, verdict="none")
+        dial.hold_out()
+        dial.begin()
+        _judge_all(store, 1, is_good=True)
+        turned = dial.turn(1, store.attempts("a.round = 1"))
+        assert (turned["retired"], turned["proposed"], turned["level"]) == (0, 0, 0)
+
+
 @for_each(("dial", "levels"), [("fixed", {0}), ("uniform", {0, 1, 2, 3, 4, 5})])
 def test_another_dial_does_not_rise(dial: str, levels: set[int], tmp_path: Path) -> None:
     with PoolStore.create(tmp_path / dial, {"world": "key_door", "base_model": "tiny"}) as store:
@@ -197,6 +207,10 @@ def test_another_dial_does_not_rise(dial: str, levels: set[int], tmp_path: Path)
         ("flywheel.rubric=short", "verdict=judge"),
         ("flywheel.verdict=judge", "needs judge_model"),
         ("flywheel.raise_at=0.2 flywheel.dial=fixed", "not read by dial=fixed"),
+        ("flywheel.best_per_task=3 flywheel.routing=false", "best_per_task is not read by routing=false"),
+        ("flywheel.threshold=0.3 flywheel.verdict=none", "threshold is not read by verdict=none"),
+        ("flywheel.retire_at=0.3 flywheel.verdict=none", "retire_at is not read by verdict=none"),
+        ("flywheel.refresh_verdict=2", "refresh_verdict is not read by verdict=verifier"),
         ("flywheel.roundz=3", "did you mean 'rounds'"),
         ("train.stepz=3", "steps"),
     ],

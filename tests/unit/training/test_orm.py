@@ -9,12 +9,15 @@ from typing import Any, cast
 import pytest
 
 import turnwise as tw
+from cases import for_each
 from turnwise.commands.orm import run_orm_eval
+from turnwise.config.config import Config
 from turnwise.envs.base import assistant, user
 from turnwise.errors import ConfigError
 from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
 from turnwise.outcomes.model import OutcomeInfo
-from turnwise.training.orm import best_of_n, learned_tasks, read_attempts
+from turnwise.training.orm import OrmConfig, best_of_n, learned_tasks, read_attempts
+from turnwise.training.stored import own_task
 
 
 class FirstIsBest:
@@ -70,3 +73,34 @@ def test_every_source_gives_a_share_of_the_most_attempts_and_its_latest(tmp_path
     expected = [*(f"a{n}" for n in range(26, 30)), "b0", "b1", *(f"c{n}" for n in range(25, 30))]
     assert [one.task_id for one in found] == expected
     assert len(read_attempts(sources, 1000)[0]) == 62
+
+
+@for_each(
+    ("options", "match"),
+    [
+        ({"rl_steps": 3}, "rl_steps is not read by kind=classifier"),
+        ({"rl_learning_rate": 1e-3}, "rl_learning_rate is not read by kind=classifier"),
+        ({"max_chars": 300}, "max_chars is not read by kind=classifier"),
+        ({"num_votes": 1}, "num_votes is not read by kind=classifier"),
+        ({"kind": "generative", "rl_steps": 0, "rl_learning_rate": 1e-3}, "not read while rl_steps is 0"),
+    ],
+)
+def test_an_option_that_the_training_would_not_read_is_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        OrmConfig(**options)
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_task_that_was_learned_in_a_mix_is_known_in_a_run_of_its_own(tmp_path: Path) -> None:
+    quick: dict[str, Any] = {"warmup": {"steps": 0}, "observer": tw.Observer(), "model": "tiny", "steps": 1}
+    (tmp_path / "mix.yaml").write_text(
+        "env: {mix: {guess: {name: guess_number, curriculum: true}, doors: {name: key_door}}}"
+    )
+    tw.train(tmp_path / "mix.yaml", directory=tmp_path / "mix", eval={"tasks": 0}, **quick)
+    found, _ = read_attempts([tmp_path / "mix"], 1000)
+    assert {one.world for one in found} == {"guess_number", "key_door"}, "F1 by world tells members apart"
+    known = {(one.world, one.task_id) for one in found if one.world == "guess_number"}
+    assert known
+    assert all(task_id.startswith("guess-") for _, task_id in known), "without the member and the level"
+    config = Config(env={"name": "guess_number"}, model={"name": "tiny"})  # pyright: ignore[reportArgumentType]
+    assert {own_task(config, task_id) for _, task_id in known} == known, "the same task in a run of its own"

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from turnwise.cli import main
+from turnwise.client.engines import load_tokenizer
 from turnwise.config.files import load_config
 from turnwise.training import speed
-from turnwise.training.plan_time import plan_time
-from turnwise.training.setup import Setup, set_up_new
+from turnwise.training.assemble import make_renderer
+from turnwise.training.demonstrations import read_demonstrations
+from turnwise.training.plan_time import NUM_DIALOGUES, PlannedAttempt, plan_time
+from turnwise.training.setup import Setup, find_model, set_up_new
 from turnwise.training.speed import Speed, SpeedLoad, find_speed
 
 pytestmark = pytest.mark.model
@@ -124,3 +127,37 @@ def test_the_plan_prints_time_once_and_leaves_it_out_on_request(
     assert "--no-time is read with --plan only" in capsys.readouterr().err
     assert main([*plan, "cluster.learners=2"]) == 0
     assert "not measured: 2 learners train together" in capsys.readouterr().out
+
+
+def test_with_a_memory_every_rewritten_prompt_is_counted(counted: Counted, tmp_path: Path) -> None:
+    """What is trained is what the datums of the same scripted attempts hold, to the token that each is shifted by."""
+    options = ["model=tiny", "engine.device=cpu", "env.options.level=3", "warmup.steps=0", "train.steps=2"]
+    memory = ["memory.window=6", "memory.summary_tokens=12"]
+    setup = set_up_new(load_config("workflow", [*options, *memory, f"run.dir={tmp_path}"]))
+    renderer = make_renderer(load_tokenizer(find_model(setup.config)), setup.config.rollout, setup.config.memory)
+    shown = read_demonstrations(
+        setup.parts.world, renderer, NUM_DIALOGUES, 0, context_length=setup.parts.context_length
+    )
+    lengths = [[datum.model_input.length + 1 for datum in datums] for datums in shown.dialogues]
+    shape = plan_time(setup, lambda _: None).shape
+    assert shape.datums == sum(map(len, lengths)) / len(lengths) > 2
+    assert shape.total_tokens == pytest.approx(sum(map(sum, lengths)) / len(lengths))
+    assert shape.total_tokens > 2 * max(map(max, lengths)), "one prompt and its reply are not the attempt"
+    assert counted.count == 1
+
+
+def test_a_plan_without_scripts_counts_a_window_for_every_prompt_that_it_rewrites(
+    counted: Counted,  # noqa: ARG001 - nothing is measured
+    tmp_path: Path,
+) -> None:
+    silent = ["model=tiny", "engine.device=cpu", "env.options.median_s=0.001", "env.options.p99_s=0.002"]
+    silent += ["memory.window=2", "rollout.max_turns=8"]
+
+    def shape_of(name: str, *more: str) -> PlannedAttempt:
+        given = [*silent, *more, f"run.dir={tmp_path / name}"]
+        return plan_time(set_up_new(load_config("turnwise.bench.slow_world:SlowWorld", given)), lambda _: None).shape
+
+    sliding, summed = shape_of("sliding"), shape_of("summed", "memory.summary_tokens=8")
+    assert (sliding.turns, sliding.datums) == (8, 7), "every turn after the second rewrites the prompt"
+    assert (summed.turns, summed.datums) == (summed.turns, 1 + (summed.turns - 2) / 2)
+    assert sliding.total_tokens > 6 * sliding.prompt_tokens

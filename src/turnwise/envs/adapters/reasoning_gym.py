@@ -146,6 +146,7 @@ class ReasoningGymEnv:
             is_success=score >= 1 if is_over else None,
             is_unparsable=answer is None,
             info={"score": score},
+            labels={"answer": str(answer).strip()} if is_over and answer is not None else {},
         )
 
     def close(self) -> None:

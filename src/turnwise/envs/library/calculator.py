@@ -207,7 +207,13 @@ class CalculatorEnv:
         is_right, used_calc = answer == self._target, self._result is not None
         outcome = (1.0 if used_calc else 0.0) if is_right else -self._world.wrong_penalty
         info = {"used_calc": float(used_calc)}
-        return EnvStep(reward={"outcome": outcome}, terminated=True, is_success=is_right and used_calc, info=info)
+        return EnvStep(
+            reward={"outcome": outcome},
+            terminated=True,
+            is_success=is_right and used_calc,
+            info=info,
+            labels={"answer": str(answer)},
+        )
 
     def _go_on(self, messages: list[Message], *, format_reward: float = 0.0, is_unparsable: bool = False) -> EnvStep:
         is_last = self._turn >= self._world.max_turns

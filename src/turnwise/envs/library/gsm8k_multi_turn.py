@@ -109,11 +109,12 @@ class Gsm8kMultiTurnEnv:
     async def step(self, reply: Message) -> EnvStep:
         self._turn += 1
         answer = read_answer(reply.content)
+        info, labels = {"turns": self._turn}, {} if answer is None else {"answer": format(answer.normalize(), "f")}
         if answer is not None and answer == self._target:
-            return EnvStep(reward={"outcome": 1.0}, terminated=True, is_success=True, info={"turns": self._turn})
+            return EnvStep(reward={"outcome": 1.0}, terminated=True, is_success=True, info=info, labels=labels)
         reward = {"format": WELL_FORMED_SHARE / self._max_turns if answer is not None else 0.0}
         if self._turn >= self._max_turns:
-            return EnvStep(reward=reward, terminated=True, is_success=False, info={"turns": self._turn})
+            return EnvStep(reward=reward, terminated=True, is_success=False, info=info, labels=labels)
         return EnvStep(messages=[user(LAST_TURN if self._turn == self._max_turns - 1 else TRY_AGAIN)], reward=reward)
 
     async def close(self) -> None:
