@@ -134,6 +134,30 @@ class ModelSizes:
             return self.kv_values_per_token
         return 2 * sum(size for size, own in zip(self._own_key_sizes, self.windows, strict=True) if own == window)
 
+    def check_replay(self, *, has_switch: bool) -> None:
+        """Refuse to replay a choice of experts that cannot be recorded.
+
+        Args:
+            has_switch: whether longer sequences are read again with other angles.
+        """
+        if self.experts is None:
+            why = "this model has no routed experts"
+        elif not self.experts.is_routable:
+            why = "this model's routers score experts in code of their own"
+        elif self.kv_windows[0] is not None:
+            why = (
+                "every layer of this model has a sliding window and gives blocks back before a dialogue ends, and the "
+                "choice of experts is kept beside them"
+            )
+        elif has_switch:
+            why = (
+                "this model reads a sequence again with other angles beyond its first length, and then chooses other "
+                "experts (engine.context_length)"
+            )
+        else:
+            return
+        raise ConfigError(f"routing_replay=true, but {why}; leave it out")
+
     @property
     def _own_key_sizes(self) -> list[int]:
         """[layers] numbers in a token's keys; 0 for a layer that reads those of another one."""
@@ -183,13 +207,6 @@ class ModelFacts(ModelSizes):
         check_kinds(self.linears, model)
         if model.expert_rank and self.experts is None:
             raise ConfigError(f"expert_rank={model.expert_rank}, but this model has no routed experts; leave it out")
-
-    def check_replay(self) -> None:
-        """Refuse to replay a choice of experts that cannot be recorded."""
-        if self.experts is None or not self.experts.is_routable:
-            is_dense = self.experts is None
-            why = "this model has no routed experts" if is_dense else "its routers score experts in code of their own"
-            raise ConfigError(f"model.routing_replay=true, but {why}; leave it out")
 
 
 def is_tied(directory: Path) -> bool:
