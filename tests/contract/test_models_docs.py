@@ -23,7 +23,7 @@ def test_the_page_lists_every_family_with_small_differences() -> None:
     assert [row[0].strip("`") for row in rows] == [sample.name for sample in family_samples()], HINT
     for name, _layers, _adapted, *numbers in rows:
         assert len(numbers) == len(COLUMNS), name
-        assert max(float(number) for number in numbers) <= tolerances.LOGPROBS, name
+        assert max(float(number) for number in numbers) < tolerances.LOGPROBS, name  # 1e-04 may have been more
 
 
 def test_the_page_lists_every_refusal() -> None:
