@@ -71,8 +71,13 @@ class ModelSizes:
     """The routed experts, where the model has them."""
 
     @classmethod
-    def read(cls, config: ModelJson, vocab_size: int, **more: Any) -> Self:
-        """From a config.json, or from a config that transformers has read; `more` are the fields of a subclass."""
+    def read(cls, config: ModelJson, vocab_size: int, context: int = 0, **more: Any) -> Self:
+        """From a config.json, or from a config that transformers has read.
+
+        Args:
+            context: tokens of the longest sequence that is run; 0: what the config says.
+            more: the fields of a subclass.
+        """
         num_heads, hidden_size = config.get("num_attention_heads", 1), config.get("hidden_size", 0)
         return cls(
             num_layers=config.get("num_hidden_layers", 0),
@@ -82,7 +87,7 @@ class ModelSizes:
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_size=config.get("head_dim") or hidden_size // num_heads,
             vocab_size=vocab_size,
-            windows=layer_windows(config),
+            windows=layer_windows(config, context),
             keys=layer_keys(config),
             logits=logit_rule(config),
             block=describe_block(config),
@@ -240,6 +245,7 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
     return ModelFacts.read(
         config,
         shapes[head][0] if head is not None else 0,
+        context,
         directory=directory,
         num_parameters=sum(math.prod(shape) for shape in shapes.values()),
         context_length=context,

@@ -97,7 +97,7 @@ class CausalModel:
         self.head = head
         self.body: nn.Module = language_model(model)
         self.vocab_size = int(self.head.out_features)
-        self.sizes = ModelSizes.read(config.to_dict(), self.vocab_size)
+        self.sizes = ModelSizes.read(config.to_dict(), self.vocab_size, self.max_context_length)
         self._check_bitwise()
         self.fused = FusedBody(self.body, self.ops, self.sizes) if FusedBody.supports(self.sizes) else None
         self._recomputed = RecomputedLayers(find_layers(self.body, self.sizes.num_layers), self.holder, device)
