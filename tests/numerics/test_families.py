@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from naive import displaced_adapter, make_model, random_ids, relative_error, rl_datum, run, sample
-from turnwise.bench.families import compare_all, plain_logprobs
+from turnwise.bench.families import compare_all, load_plain, plain_logprobs
 from turnwise.bench.family_page import FamilyRow, family_table
 from turnwise.bench.family_samples import SHAPE, VARIANTS, FamilySample, family_samples
 from turnwise.cli import main
@@ -54,7 +54,7 @@ def small_config(family: str) -> PretrainedConfig:
 
 def largest_error(engine: Engine, directory: Path) -> float:
     """Of logprobs against transformers' own: alone, packed beside a longer dialogue, and decoded."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model = load_plain(directory)
     adapter = engine.create_adapter(LoraConfig(rank=2, seed=1, train_mlp=False))
     short, long = random_ids(24, 1), random_ids(180, 2)
 
@@ -229,6 +229,20 @@ def test_a_config_says_the_same_before_and_after_transformers_has_read_it(tmp_pa
         check_supported(read)
         if family != "qwen2_moe":  # nobody writes its list in a config; the engine reads what transformers makes of it
             assert layer_windows(written) == layer_windows(read), written
+
+
+def test_a_window_as_long_as_the_context_of_the_engine_is_none(tmp_path: Path) -> None:
+    config = FamilySample(name="mistral", model_type="mistral", settings={"sliding_window": 64}).config()
+    directory, ids = make_model(config, tmp_path), random_ids(64, 3)
+    for context, windows in ((64, (None,)), (65, (64,)), (0, (64,))):
+        settings = CPU.model_copy(update={"kv_cache_gib": 0.01, "context_length": context})
+        engine = Engine(directory, settings, name="mistral")
+        facts = read_facts(directory, wanted_context=context)
+        assert facts.kv_windows == engine.model.sizes.kv_windows == windows, context
+        ours = run(engine.score(engine.base_policy, [rl_datum(ids, 0)])).loss_fn_outputs[0]["logprobs"].to_torch()
+        with torch.no_grad():
+            theirs = plain_logprobs(load_plain(directory), ids)
+        assert float((ours - theirs).abs().max()) < tolerances.LOGPROBS, context
 
 
 def test_the_plan_says_what_the_adapter_lies_on_and_what_it_does_not(

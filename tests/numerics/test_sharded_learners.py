@@ -20,8 +20,8 @@ from naive import relative_error, run
 from processes import processes_below
 from turnwise.config.files import load_config
 from turnwise.engine.budget import gathered_bytes
-from turnwise.engine.config import ClusterConfig
-from turnwise.engine.device_info import find_device
+from turnwise.engine.config import ClusterConfig, EngineConfig
+from turnwise.engine.device_info import DeviceInfo, find_device
 from turnwise.engine.engine import Engine
 from turnwise.engine.learners import sharded
 from turnwise.engine.learners.sharded import ShardedEngine
@@ -235,3 +235,15 @@ def test_a_lost_learner_is_started_again_unless_it_held_weights_in_training(
         engine.close()
         alone.close()
         torch.set_num_threads(threads)
+
+
+def test_a_part_of_the_weights_on_a_gpu_is_not_tested_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sharded, "find_device", lambda _: DeviceInfo(kind="cuda", dtype="bfloat16"))
+    assert not sharded.leader_config(EngineConfig(), "my_model").self_test
+    assert "my_model is not tested at load" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(sharded, "find_device", lambda _: DeviceInfo(kind="cpu", dtype="float32"))
+    assert sharded.leader_config(EngineConfig(), "my_model").self_test
+    assert not caplog.text

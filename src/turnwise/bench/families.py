@@ -9,7 +9,7 @@ without a cache; we run sequences of different lengths together.
 - `training`: logprobs after three AdamW steps from the same adapter, ours against transformers with PEFT.
 - `peft`: our saved adapter read by PEFT, and what PEFT saves of it read by us.
 
-`--write docs/models.md` renews the table on that page.
+`--write docs/models.md` renews the table on that page: the one of CPUs, or with a GPU the one of GPUs.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from turnwise.bench.family_page import Differences, FamilyRow, replace_tables
 from turnwise.bench.family_samples import VOCAB, FamilySample, family_samples, write_model
 from turnwise.bench.report import machine
 from turnwise.engine.config import EngineConfig
+from turnwise.engine.device_info import choose_device
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.load import without_progress_bars, without_remarks
 from turnwise.engine.training.trainable import LoraAdapter
@@ -54,7 +55,7 @@ Ids = list[int]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", default=[], help="names of families; the others are left out")
-    parser.add_argument("--write", type=Path, help="a page whose table of families is replaced")
+    parser.add_argument("--write", type=Path, help="a page whose table of families on this kind of device is replaced")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -64,14 +65,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.write is not None and args.only:
         raise ConfigError("--write renews the whole table; leave --only out")
     settings = EngineConfig(device=args.device, dtype="float32" if args.dtype == "auto" else args.dtype)
+    device, _ = choose_device(settings)
     start = time.perf_counter()
     with quiet_transformers():
         rows, failures = compare_all(chosen, settings)
-    device = torch.device("cuda" if settings.device == "auto" and torch.cuda.is_available() else "cpu")
     if args.write is not None and failures:
         raise ModelError(f"the table is not written, because these failed: {failures}")
     if args.write is not None:
-        args.write.write_text(replace_tables(args.write.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        page = args.write.read_text(encoding="utf-8")
+        page = replace_tables(page, rows, machine(device), is_gpu=device.type == "cuda")
+        args.write.write_text(page, encoding="utf-8")
     return {
         "bench": "families",
         "model": f"{len(rows)} tiny random models",

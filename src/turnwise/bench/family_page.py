@@ -1,4 +1,4 @@
-"""The tables of `docs/models.md`: the families that were compared, and those that are refused."""
+"""The tables of `docs/models.md`: the families that were compared, on a CPU and on a GPU, and the refused ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 
 from turnwise.models.refused import REFUSED
 
-BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+ON_CPU, ON_GPU, REFUSALS = "families", "families on a GPU", "refusals"
+"""The names of the page's tables; each stands between two marks."""
 COLUMNS = ("forward", "prefill", "decode", "training", "peft")
 
 
@@ -59,8 +60,25 @@ def refusal_table() -> str:
     return "\n".join(lines)
 
 
-def replace_tables(page: str, rows: Sequence[FamilyRow]) -> str:
-    """The page with new tables between its two pairs of marks: first the families, then the refusals."""
-    tables = iter((family_table(rows), refusal_table()))
-    pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-    return re.sub(pattern, lambda _: f"{BEGIN}\n\n{next(tables)}\n\n{END}", page, flags=re.DOTALL)
+def replace_tables(page: str, rows: Sequence[FamilyRow], machine: str, *, is_gpu: bool) -> str:
+    """The page with the families as `machine` ran them, and with the refusals; a GPU's rows leave the CPU's alone."""
+    table = family_table(rows)
+    table = f"Measured on one {machine}:\n\n{table}" if is_gpu else table
+    page = re.sub(_block(REFUSALS), lambda _: _marked(REFUSALS, refusal_table()), page, flags=re.DOTALL)
+    name = ON_GPU if is_gpu else ON_CPU
+    return re.sub(_block(name), lambda _: _marked(name, table), page, flags=re.DOTALL)
+
+
+def read_table(page: str, name: str) -> str:
+    """What stands between the marks of a table."""
+    found = re.search(_block(name), page, flags=re.DOTALL)
+    assert found is not None, f"the page has no marks of {name}"
+    return found[1].strip()
+
+
+def _block(name: str) -> str:
+    return re.escape(f"<!-- {name}: begin -->") + "(.*?)" + re.escape(f"<!-- {name}: end -->")
+
+
+def _marked(name: str, text: str) -> str:
+    return f"<!-- {name}: begin -->\n\n{text}\n\n<!-- {name}: end -->"

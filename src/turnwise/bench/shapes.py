@@ -37,7 +37,7 @@ def _qwen3_8b() -> PretrainedConfig:
         num_key_value_heads=8,
         head_dim=128,
         tie_word_embeddings=False,
-        max_position_embeddings=40960,
+        max_position_embeddings=131072,  # more than the published 40,960, for attempts of that length
     )
 
 

@@ -71,8 +71,13 @@ class ModelSizes:
     """The routed experts, where the model has them."""
 
     @classmethod
-    def read(cls, config: ModelJson, vocab_size: int, **more: Any) -> Self:
-        """From a config.json, or from a config that transformers has read; `more` are the fields of a subclass."""
+    def read(cls, config: ModelJson, vocab_size: int, context: int = 0, **more: Any) -> Self:
+        """From a config.json, or from a config that transformers has read.
+
+        Args:
+            context: tokens of the longest sequence that is run; 0: what the config says.
+            more: the fields of a subclass.
+        """
         num_heads, hidden_size = config.get("num_attention_heads", 1), config.get("hidden_size", 0)
         return cls(
             num_layers=config.get("num_hidden_layers", 0),
@@ -82,7 +87,7 @@ class ModelSizes:
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
             head_size=config.get("head_dim") or hidden_size // num_heads,
             vocab_size=vocab_size,
-            windows=layer_windows(config),
+            windows=layer_windows(config, context),
             keys=layer_keys(config),
             logits=logit_rule(config),
             block=describe_block(config),
@@ -134,6 +139,30 @@ class ModelSizes:
             return self.kv_values_per_token
         return 2 * sum(size for size, own in zip(self._own_key_sizes, self.windows, strict=True) if own == window)
 
+    def check_replay(self, *, has_switch: bool) -> None:
+        """Refuse to replay a choice of experts that cannot be recorded.
+
+        Args:
+            has_switch: whether longer sequences are read again with other angles.
+        """
+        if self.experts is None:
+            why = "this model has no routed experts"
+        elif not self.experts.is_routable:
+            why = "this model's routers score experts in code of their own"
+        elif self.kv_windows[0] is not None:
+            why = (
+                "every layer of this model has a sliding window and gives blocks back before a dialogue ends, and the "
+                "choice of experts is kept beside them"
+            )
+        elif has_switch:
+            why = (
+                "this model reads a sequence again with other angles beyond its first length, and then chooses other "
+                "experts (engine.context_length)"
+            )
+        else:
+            return
+        raise ConfigError(f"routing_replay=true, but {why}; leave it out")
+
     @property
     def _own_key_sizes(self) -> list[int]:
         """[layers] numbers in a token's keys; 0 for a layer that reads those of another one."""
@@ -184,13 +213,6 @@ class ModelFacts(ModelSizes):
         if model.expert_rank and self.experts is None:
             raise ConfigError(f"expert_rank={model.expert_rank}, but this model has no routed experts; leave it out")
 
-    def check_replay(self) -> None:
-        """Refuse to replay a choice of experts that cannot be recorded."""
-        if self.experts is None or not self.experts.is_routable:
-            is_dense = self.experts is None
-            why = "this model has no routed experts" if is_dense else "its routers score experts in code of their own"
-            raise ConfigError(f"model.routing_replay=true, but {why}; leave it out")
-
 
 def is_tied(directory: Path) -> bool:
     """Whether a model's output head shares the weights of its embedding."""
@@ -223,6 +245,7 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
     return ModelFacts.read(
         config,
         shapes[head][0] if head is not None else 0,
+        context,
         directory=directory,
         num_parameters=sum(math.prod(shape) for shape in shapes.values()),
         context_length=context,

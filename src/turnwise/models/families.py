@@ -244,14 +244,18 @@ def layer_keys(config: ModelJson) -> tuple[LayerKeys, ...]:
     return () if family is None or family.keys is None else family.keys(config)
 
 
-def layer_windows(config: ModelJson) -> tuple[int | None, ...]:
-    """[layers] how many positions each layer sees, its own included; None where it sees all that a context holds."""
+def layer_windows(config: ModelJson, context: int = 0) -> tuple[int | None, ...]:
+    """[layers] how many positions each layer sees, its own included; None where it sees all that a context holds.
+
+    Args:
+        context: tokens of the longest sequence that is run; 0: `max_position_embeddings`.
+    """
     family = FAMILIES.get(str(config.get("model_type", "")), Family(model_type=""))
     num_layers = int(config.get("num_hidden_layers") or 0)
     window = config.get("sliding_window", family.default_window) or None
     if window is None or (family.has_window_switch and not config.get("use_sliding_window")):
         return (None,) * num_layers
-    if window >= (config.get("max_position_embeddings") or window + 1):
+    if window >= (context or config.get("max_position_embeddings") or window + 1):
         return (None,) * num_layers
     kinds = config.get("layer_types") if family.kinds is None else family.kinds(config)
     if kinds is None:

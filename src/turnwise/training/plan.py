@@ -66,7 +66,7 @@ def make_plan(
     if device is not None:
         facts.check_trained(config.model)
     if config.model.routing_replay and not config.model.base_url:
-        facts.check_replay()
+        facts.check_replay(has_switch=facts.angle_switch is not None)
     if engine.bitwise and device is not None:
         check_bitwise(facts, device.facts, has_switch=facts.angle_switch is not None)
     if config.cluster.shard and device is not None:

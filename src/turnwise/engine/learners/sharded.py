@@ -12,6 +12,7 @@ backend.
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ from turnwise.errors import CheckpointError, ConfigError, LearnerError, LearnerL
 from turnwise.losses.outside import LossFunction
 from turnwise.types import Datum, ForwardBackwardOutput
 
+log = logging.getLogger(__name__)
+
 
 class ShardedEngine(ReplicatedEngine):
     """Leads learners that hold the weights in parts."""
@@ -59,9 +62,7 @@ class ShardedEngine(ReplicatedEngine):
         self._unread: list[int] = []
         """Published versions that nobody reads any more, to be dropped by all learners."""
         self._num_file_calls = itertools.count()
-        on_host = not find_device(config).facts.has_own_memory  # only there the weights are whole, for a moment
-        own = config.model_copy(update={"merge_adapter": "never", "self_test": config.self_test and on_host})
-        super().__init__(model_dir, own, cluster, name=name, exchange=self._rounds)
+        super().__init__(model_dir, leader_config(config, name), cluster, name=name, exchange=self._rounds)
         self._peer_config = self._peer_config.model_copy(update={"self_test": False})
 
     def sample_step(self) -> None:
@@ -210,3 +211,19 @@ class ShardedEngine(ReplicatedEngine):
         if self.model.references:
             with self._served():
                 self.check_itself()
+
+
+def leader_config(config: EngineConfig, name: str) -> EngineConfig:
+    """How the first learner runs: without merged weights, and with the self-test where whole weights are on its device.
+
+    They are on the host for a moment while they are cut. A GPU sees its own part of them alone.
+    """
+    is_tested = config.self_test and not find_device(config).facts.has_own_memory
+    if config.self_test and not is_tested:
+        log.warning(
+            "%s is not tested at load: cluster.shard=true never puts the whole model on a GPU, where the self-test "
+            "would run it. `turnwise sample --model %s` without cluster.shard tests it, if it fits one GPU",
+            name,
+            name,
+        )
+    return config.model_copy(update={"merge_adapter": "never", "self_test": is_tested})

@@ -97,7 +97,7 @@ class CausalModel:
         self.head = head
         self.body: nn.Module = language_model(model)
         self.vocab_size = int(self.head.out_features)
-        self.sizes = ModelSizes.read(config.to_dict(), self.vocab_size)
+        self.sizes = ModelSizes.read(config.to_dict(), self.vocab_size, self.max_context_length)
         self._check_bitwise()
         self.fused = FusedBody(self.body, self.ops, self.sizes) if FusedBody.supports(self.sizes) else None
         self._recomputed = RecomputedLayers(find_layers(self.body, self.sizes.num_layers), self.holder, device)
@@ -160,20 +160,9 @@ class CausalModel:
     @property
     def num_choices(self) -> tuple[int, int]:
         """Layers whose choice of experts can be recorded and replayed, and experts of a token."""
-        spec = self.sizes.experts
-        if spec is None or not spec.is_routable:
-            raise ConfigError(f"routing_replay=True: no choice of experts of {self.arch} can be recorded; leave it out")
-        if self.kv_shape.windows != (None,):
-            raise ConfigError(
-                f"routing_replay=True: {self.arch} has sliding windows, whose blocks are given back before a dialogue "
-                "ends, and the choice of experts is kept beside them; leave it out"
-            )
-        if self.angle_switch is not None:
-            raise ConfigError(
-                f"routing_replay=True: {self.arch} reads a sequence again with other angles beyond {self.angle_switch} "
-                "tokens, and then chooses other experts; leave it out, or engine.context_length"
-            )
-        return len(self.experts), spec.num_chosen
+        self.sizes.check_replay(has_switch=self.angle_switch is not None)
+        assert self.sizes.experts is not None, "checked above"
+        return len(self.experts), self.sizes.experts.num_chosen
 
     @property
     def matrices(self) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ from turnwise.engine.sampling.speculation import MOST_AHEAD, Speculation
 from turnwise.engine.sampling.weights import SamplingWeights
 from turnwise.engine.sampling.windows import WindowPool
 from turnwise.engine.training.routing_memory import RoutingMemory
-from turnwise.errors import ConfigError, DataError
+from turnwise.errors import DataError
 from turnwise.types import SampledSequence, SampleRequest
 
 PROMPT_ROWS = 128
@@ -82,11 +82,6 @@ class Sampler:
         self.ops = model.ops
         self.config = config
         num_blocks = [tokens // config.block_size for tokens in memory.kv_group_tokens]
-        if config.routing_replay and model.experts and model.kv_shape.windows[0] is not None:
-            raise ConfigError(
-                "routing_replay keeps the experts of a token beside its keys and values, and every layer of this model "
-                "gives those back when its window has passed; set routing_replay=false"
-            )
         num_choices = model.num_choices if config.routing_replay else (0, 0)
         self.routing = RoutingMemory(*num_choices) if config.routing_replay else None
         """What the trainer learns of the experts that were chosen; None where nobody asks."""
