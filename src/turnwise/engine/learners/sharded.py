@@ -62,7 +62,7 @@ class ShardedEngine(ReplicatedEngine):
         on_host = not find_device(config).facts.has_own_memory  # only there the weights are whole, for a moment
         own = config.model_copy(update={"merge_adapter": "never", "self_test": config.self_test and on_host})
         super().__init__(model_dir, own, cluster, name=name, exchange=self._rounds)
-        self._peer_config = self._peer_config.model_copy(update={"self_test": False})
+        self._places.peer_config = self._places.peer_config.model_copy(update={"self_test": False})
 
     def sample_step(self) -> None:
         """Sample; if a learner is lost meanwhile, the replies under way begin again when it was started again."""
