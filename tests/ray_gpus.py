@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
+from campaigns.ray_kills import QUICK
 from turnwise.engine.config import ClusterConfig
 from turnwise.engine.learners import ray_peers
 from turnwise.engine.learners.group import LearnerPeer
@@ -18,8 +20,10 @@ from turnwise.engine.samplers.ray_links import start_ray_sampler
 from turnwise.errors import ConfigError, LearnerError
 from turnwise.runtime import ray_cluster
 
-NUM_GPUS, ANSWER_S = 3, 60.0
-CLUSTER = ClusterConfig(learners=NUM_GPUS, address="auto", deadline_s=20)
+NUM_GPUS = 3
+HANG_S = 300.0
+"""Only a hang takes so long."""
+CLUSTER = ClusterConfig(learners=NUM_GPUS, address="auto", deadline_s=HANG_S)
 
 
 class Learner(GpuHolder):
@@ -42,11 +46,14 @@ def refused(work: Callable[[], Any]) -> str:
 
 def ask(peer: LearnerPeer) -> int:
     peer.send("which GPU?")
-    assert peer.has_answer(ANSWER_S), peer.why()
+    assert peer.has_answer(HANG_S), peer.why()
     return int(peer.receive()[1])
 
 
 def main() -> None:
+    for name, value in QUICK.items():
+        os.environ.setdefault(name, value)
+    ray_cluster.PLACE_S = ray_peers.PLACE_S = HANG_S
     ray = importlib.import_module("ray")
     ray.init(num_cpus=4, num_gpus=NUM_GPUS, include_dashboard=False, object_store_memory=80 * 2**20)
     ray_peers.LearnerActor = Learner  # type: ignore[misc]
@@ -64,7 +71,7 @@ def main() -> None:
     found["no GPU here"] = refused(lambda: RayCluster(CLUSTER, has_gpu=False, is_cpu_chosen=False))
     found["a CPU is chosen"] = refused(lambda: RayCluster(CLUSTER, has_gpu=False, is_cpu_chosen=True))
     cluster.close()
-    ray_peers.PLACE_S = ANSWER_S
+    ray_peers.PLACE_S = HANG_S
     found["given back"] = another.reserve_gpu()
     print(json.dumps(found))
     ray.shutdown()

@@ -152,7 +152,7 @@ class RayCluster:
         bundle = {"CPU": 1, **({"GPU": 1} if self._takes_gpu else {})}
         wait_s = self._cluster.deadline_s
         try:
-            room = RayRoom.find(self._ray, [bundle] * (size - 1), f"{size - 1} learners", wait_s=wait_s)
+            room = RayRoom.find(self._ray, [bundle] * (size - 1), f"{size - 1} of {size} learners", wait_s=wait_s)
         except OSError as cause:
             raise LearnerError(str(cause)) from cause
         hosts = [*room.hosts(), socket.gethostname()]

@@ -42,6 +42,7 @@ from turnwise.engine.learners.places import LearnerPlaces
 from turnwise.engine.learners.process import reply_of, sum_gradients, take_state
 from turnwise.engine.learners.rounds import ExchangeError
 from turnwise.engine.learners.shares import share_datums
+from turnwise.engine.learners.step_copies import StepCopies, is_whole
 from turnwise.engine.model.sharded import ShardExchange
 from turnwise.engine.samplers.links import SamplerLink
 from turnwise.engine.training.critic import CriticAdapter
@@ -85,6 +86,8 @@ class ReplicatedEngine(Engine):
         self._collective: LearnerCollective | None = None
         self._size = cluster.learners
         self._num_restarts = 0
+        self._news: list[str] = []
+        self._copies = StepCopies()
         self.base_bytes: dict[int, int] = {}
         """Bytes of the frozen weights that each learner holds, by rank; known when the learners have started."""
         self._created: WeakKeyDictionary[Any, CreateCall] = WeakKeyDictionary()
@@ -106,6 +109,19 @@ class ReplicatedEngine(Engine):
     def num_restarts(self) -> int:
         """How often learners were started again."""
         return self._num_restarts
+
+    def take_news(self) -> list[str]:
+        """What happened to learners since the last call. Any thread may ask."""
+        news, self._news = self._news, []
+        return news
+
+    def begin_step(self) -> None:
+        """From here on, remember what `undo_step` needs. No operation runs."""
+        self._copies.begin()
+
+    def undo_step(self) -> bool:
+        """Bring all trainables back to where they were at `begin_step`; False if that cannot be done here."""
+        return all(map(is_whole, self._created)) and self._copies.restore()
 
     def create_adapter(self, lora: LoraConfig) -> LoraAdapter:
         return self._mirror(super().create_adapter(lora), CreateCall(next(self._next_number), "adapter", lora))
@@ -141,6 +157,7 @@ class ReplicatedEngine(Engine):
                 break
             except LearnerLostError as lost:
                 finish_work(self._recover(lost))
+        self._copies.keep(adapter)
         try:
             metrics, allowed, refused = super().optim_step(adapter, params, norm), (), None
         except DataError as error:  # a gradient that is not finite: it is the same on all ranks, and all refuse it
@@ -254,7 +271,7 @@ class ReplicatedEngine(Engine):
                     f"cluster.max_restarts={most} is the most"
                 ) from lost
             self._num_restarts += 1
-            _log.warning("%s. Learners are started again (%d of %d); the run goes on", lost, self._num_restarts, most)
+            self._tell(f"{lost}. Learners are started again ({self._num_restarts} of {most}); the run goes on")
             try:
                 self._restart_learners(lost)
                 for trainable, create in list(self._created.items()):
@@ -267,6 +284,10 @@ class ReplicatedEngine(Engine):
                 lost = again
             else:
                 return
+
+    def _tell(self, text: str) -> None:
+        _log.warning("%s", text)
+        self._news.append(text)
 
     def _restart_learners(self, lost: LearnerLostError) -> None:
         """Start all learners; fewer where that cannot be done and `cluster.min_learners` allows it."""
@@ -286,7 +307,7 @@ class ReplicatedEngine(Engine):
                         "least"
                     ) from error
                 self._size -= 1
-                _log.warning("a learner cannot be started again (%s); going on with %d", error, self._size)
+                self._tell(f"a learner cannot be started again ({error}); going on with {self._size}")
 
     def _run_again(self, trainable: Trainable, run: RunCall) -> Generator[None, None, None]:
         batches = [(trainable, run.datums)]
