@@ -81,6 +81,32 @@ def test_a_state_saved_by_one_count_of_learners_goes_on_with_another(
         assert relative_error(other.flat, reference.flat) < 1e-5
 
 
+def test_a_step_is_undone_for_whatever_is_small_enough_to_be_copied(
+    engines: tuple[Engine, ReplicatedEngine],
+) -> None:
+    _, two = engines
+    policy, critic = create(two, "lora"), create(two, "critic")
+    for one, batch in ((policy, "grpo"), (critic, "critic")):
+        train(two, one, batch, 1)
+    before = [[one.flat.clone(), one.exp_avg.clone(), one.exp_avg_sq.clone()] for one in (policy, critic)]
+    two.begin_step()
+    train(two, policy, "grpo", 2)
+    train(two, critic, "critic", 1)
+    run(two.forward_backward(policy, TREES, "importance_sampling", None))
+    assert two.undo_step()
+    for one, kept in zip((policy, critic), before, strict=True):
+        found = (one.flat, one.exp_avg, one.exp_avg_sq)
+        assert all(torch.equal(*pair) for pair in zip(found, kept, strict=True))
+        assert (one.num_steps, one.has_gradient, float(one.grad.abs().max())) == (1, False, 0)
+    full = create(two, "full")
+    two.begin_step()
+    assert two.undo_step(), "nothing has moved"
+    train(two, full, "grpo", 1)
+    assert not two.undo_step()
+    for one in (policy, critic, full):
+        two.drop_adapter(one)
+
+
 def test_values_and_logprobs_are_read_by_all_learners(engines: tuple[Engine, ReplicatedEngine]) -> None:
     for kind, batch, loss in (("critic", "critic", "value"), ("full", "grpo", "cross_entropy")):
         datums = [Datum(d.model_input, {"mask": d.loss_fn_inputs["mask"]}) for d in BATCHES["critic"][0]]
