@@ -61,11 +61,11 @@ def train(engine: Engine, trainable: Trainable, batch: str, steps: int) -> list[
 
 
 def whole(engine: Engine, trainable: Trainable, name: str) -> torch.Tensor:
-    """The masters or the gradient of all learners in one flat tensor."""
-    flat = trainable.flat if name == "masters" else trainable.grad
+    """The `masters`, `grad` or `exp_avg` of all learners in one flat tensor."""
     if isinstance(trainable, ShardedFullWeights):
         assert isinstance(engine, ShardedEngine)
         return torch.cat([tensor.flatten() for tensor in engine.gather(trainable, name).values()])
+    flat = trainable.flat if name == "masters" else getattr(trainable, name)
     if isinstance(trainable, FullWeights):
         return torch.cat([tensor.flatten() for tensor in trainable.layout.views(flat).values()])
     return flat

@@ -191,6 +191,8 @@ class Killer(tw.Observer):
     def __init__(self, kinds: Sequence[str], nodes: TwoNodes, seed: int) -> None:
         self.killed: list[tuple[str, int]] = []
         """What was killed, and how many steps had ended then."""
+        self.messages: list[str] = []
+        """What the run told its observers."""
         self._kinds, self._nodes, self._random = kinds, nodes, random.Random(seed)
         self._progress = _EndedSteps()
         self._is_done = threading.Event()
@@ -198,6 +200,7 @@ class Killer(tw.Observer):
         threading.Thread(target=self._work, daemon=True).start()
 
     def message(self, text: str) -> None:
+        self.messages.append(text)
         print(text, file=sys.stderr, flush=True)
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
@@ -292,7 +295,7 @@ def choose_kinds(args: argparse.Namespace) -> list[str]:
 
 def cluster_options(args: argparse.Namespace, num_kills: int) -> list[str]:
     found = [f"cluster.learners={args.learners}"]
-    found += [f"cluster.max_restarts={2 * num_kills + 2}"] if num_kills else []
+    found += [f"cluster.max_restarts={2 * num_kills + 2}"] if num_kills and args.learners > 1 else []
     found += [f"cluster.env_workers={args.env_workers}", "rollout.max_retries=20"] if args.env_workers else []
     found += ["cluster.placement=separate", f"cluster.samplers={args.samplers}"] if args.samplers else []
     found += [f"cluster.min_learners={args.min_learners}"] if args.min_learners else []
@@ -327,6 +330,7 @@ def run_campaign(args: argparse.Namespace, nodes: TwoNodes, place: Path) -> dict
         "seconds": round(time.monotonic() - started_s, 1),
         "seconds_undisturbed": round(calm_s, 1),
         "warnings": warnings.said,
+        "messages": killer.messages,
     }
 
 

@@ -31,21 +31,30 @@ TWO = ("cluster.learners=2", "cluster.deadline_s=60")
 def _saved(directory: Path) -> dict[str, np.ndarray]:
     with RunReader(directory) as run:
         place = CheckpointStore(directory).directory(run.checkpoints()[-1].path)
-    return load_file(place / "adapter_model.safetensors")
+    names = [path for path in place.glob("*.safetensors") if path.name != "optimizer.safetensors"]
+    return {name: values for path in names for name, values in load_file(path).items()}
+
+
+def _assert_equal_weights(directory: Path, expected: Path) -> None:
+    saved, wanted = _saved(directory), _saved(expected)
+    assert saved.keys() == wanted.keys()
+    for name, values in saved.items():
+        np.testing.assert_allclose(values, wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.usefixtures("tiny_dir")
-def test_a_run_goes_on_with_two_learners_and_with_one_again_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [("method=ppo", "critic.pretrain_steps=0"), ("model.train=full",)])
+def test_a_run_goes_on_with_two_learners_and_with_one_again_and_ends_with_the_same_weights(
+    trained: tuple[str, ...], tmp_path: Path
+) -> None:
     whole, changed = tmp_path / "whole", tmp_path / "changed"
-    ppo = (ECHO, *SMALL, "method=ppo", "critic.pretrain_steps=0")
-    assert main(["train", *ppo, "train.steps=4", f"run.dir={whole}"]) == 0
-    assert main(["train", *ppo, "train.steps=1", f"run.dir={changed}"]) == 0
+    options = (ECHO, *SMALL, *trained)
+    assert main(["train", *options, "train.steps=4", f"run.dir={whole}"]) == 0
+    assert main(["train", *options, "train.steps=1", f"run.dir={changed}"]) == 0
     assert main(["train", "--resume", str(changed), "train.steps=3", *TWO]) == 0
     one = ("cluster.learners=1", "cluster.deadline_s=600")
     assert main(["train", "--resume", str(changed), "train.steps=4", *one]) == 0
-    expected = _saved(whole)
-    for name, values in _saved(changed).items():
-        np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    _assert_equal_weights(changed, whole)
     with RunReader(whole) as run, RunReader(changed) as other:
         np.testing.assert_allclose(other.metric("train/loss"), run.metric("train/loss"), rtol=1e-4, atol=1e-6)
 
@@ -105,3 +114,45 @@ def test_a_killed_learner_ends_the_run_with_its_name_and_a_killed_run_leaves_no_
         left = {one for one in left if Path(f"/proc/{one}").exists()}
         time.sleep(0.05)
     assert not left
+
+
+def _kill_learner(directory: Path, num_steps: int) -> threading.Thread:
+    """Kill the other learner when so many steps are done."""
+
+    def kill() -> None:
+        _wait_for_steps(directory, num_steps)
+        os.kill(_learner_of(os.getpid()), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    return killer
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_run_below_its_least_learners_stops_with_a_checkpoint_of_its_last_finished_step_and_goes_on_there(
+    tmp_path: Path,
+) -> None:
+    """In the middle of a step with two optimizer steps of the policy and of the critic."""
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    options = (ECHO, *SMALL, "method=ppo", "critic.pretrain_steps=0", "train.substeps=2", "train.save_every=1000")
+    killer = _kill_learner(stopped, 3)
+    endless = ("cluster.max_restarts=0", "train.steps=1000", f"run.dir={stopped}")
+    assert main(["train", *options, *TWO, *endless]) != 0
+    killer.join()
+    with RunReader(stopped) as run:
+        num_steps = len(run.metric("time/step_s"))
+        assert [row.step for row in run.checkpoints()] == [num_steps]
+    steps = f"train.steps={num_steps + 2}"
+    one = ("cluster.learners=1", "cluster.deadline_s=600", "cluster.max_restarts=3")
+    assert main(["train", "--resume", str(stopped), steps, *one]) == 0
+    assert main(["train", *options, steps, f"run.dir={whole}"]) == 0
+    _assert_equal_weights(stopped, whole)
+    played = []
+    for directory in (stopped, whole):
+        with RunReader(directory) as run:
+            rows = run.attempts(phase="train")
+            tokens = {
+                row.id: tuple(tuple(turn.sampled_ids) for turn in run.attempt(row.id).trajectory.turns) for row in rows
+            }
+            played.append(sorted((row.step, row.task_id, row.attempt, tokens[row.id]) for row in rows))
+    assert played[0] == played[1], "nothing is lost, and nothing is there twice"

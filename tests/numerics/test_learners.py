@@ -19,7 +19,7 @@ from naive import relative_error, run
 from processes import processes_below
 from turnwise.engine.config import ClusterConfig
 from turnwise.engine.engine import Engine
-from turnwise.engine.learners import collective, replicated
+from turnwise.engine.learners import collective, places, replicated
 from turnwise.engine.learners.calls import MeetCall
 from turnwise.engine.learners.replicated import ReplicatedEngine
 from turnwise.engine.training.trainable import Trainable
@@ -30,12 +30,10 @@ from turnwise.types import Datum, ModelInput
 @pytest.fixture(scope="module")
 def engines(model_dirs: dict[str, Path]) -> Iterator[tuple[Engine, ReplicatedEngine]]:
     """One engine alone, and one that leads a second process."""
-    threads = torch.get_num_threads()
     one = Engine(model_dirs["qwen3"], CONFIG, name="one")
     two = ReplicatedEngine(model_dirs["qwen3"], CONFIG, ClusterConfig(learners=2, deadline_s=60), name="two")
     yield one, two
     two.close()
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("kind", "batch"), [
@@ -54,6 +52,7 @@ def test_two_learners_train_what_one_trains(engines: tuple[Engine, ReplicatedEng
     assert not torch.equal(ours[0].grad, ours[1].grad), "the second process has a part of it"
     metrics = [engine.optim_step(own, STEP) for engine, own in both]
     assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-5)
+    assert relative_error(ours[1].exp_avg, ours[0].exp_avg) < 1e-5, "the summed gradient, which the step has cleared"
     histories = [train(engine, own, batch, 4) for engine, own in both]
     for alone, together in zip(*histories, strict=True):
         assert together == pytest.approx(alone, rel=1e-4, abs=1e-6)
@@ -80,6 +79,32 @@ def test_a_state_saved_by_one_count_of_learners_goes_on_with_another(
         train(second, other, batch, 2)
         assert other.num_steps == 4
         assert relative_error(other.flat, reference.flat) < 1e-5
+
+
+def test_a_step_is_undone_for_whatever_is_small_enough_to_be_copied(
+    engines: tuple[Engine, ReplicatedEngine],
+) -> None:
+    _, two = engines
+    policy, critic = create(two, "lora"), create(two, "critic")
+    for one, batch in ((policy, "grpo"), (critic, "critic")):
+        train(two, one, batch, 1)
+    before = [[one.flat.clone(), one.exp_avg.clone(), one.exp_avg_sq.clone()] for one in (policy, critic)]
+    two.begin_step()
+    train(two, policy, "grpo", 2)
+    train(two, critic, "critic", 1)
+    run(two.forward_backward(policy, TREES, "importance_sampling", None))
+    assert two.undo_step()
+    for one, kept in zip((policy, critic), before, strict=True):
+        found = (one.flat, one.exp_avg, one.exp_avg_sq)
+        assert all(torch.equal(*pair) for pair in zip(found, kept, strict=True))
+        assert (one.num_steps, one.has_gradient, float(one.grad.abs().max())) == (1, False, 0)
+    full = create(two, "full")
+    two.begin_step()
+    assert two.undo_step(), "nothing has moved"
+    train(two, full, "grpo", 1)
+    assert not two.undo_step()
+    for one in (policy, critic, full):
+        two.drop_adapter(one)
 
 
 def test_values_and_logprobs_are_read_by_all_learners(engines: tuple[Engine, ReplicatedEngine]) -> None:
@@ -133,25 +158,22 @@ class AbsentPeer:
 def test_learners_that_do_not_meet_are_told_with_the_seconds_that_they_had(
     model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = torch.get_num_threads()
     for module in (collective, replicated):
         monkeypatch.setattr(module, "MEET_S", 0.5)
     cluster = ClusterConfig(learners=2, deadline_s=120, max_restarts=0)
     engine = ReplicatedEngine(model_dirs["llama"], CONFIG, cluster, name="two")
-    monkeypatch.setattr(replicated, "start_process", lambda *_given, **_named: AbsentPeer())
+    monkeypatch.setattr(places, "start_process", lambda *_given, **_named: AbsentPeer())
     try:
         with pytest.raises(LearnerLostError, match=r"learners could not meet together within 0\.5 s"):
             create(engine, "lora")
     finally:
         engine.close()
-        torch.set_num_threads(threads)
 
 
 def test_a_step_in_which_learners_die_ends_where_one_process_ends(
     model_dirs: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One dies while it starts again, too; the last one that is lost is named, and nothing hangs."""
-    threads = torch.get_num_threads()
     others = processes_below(os.getpid())
     cluster = ClusterConfig(learners=2, deadline_s=120, max_restarts=4)
     engine = ReplicatedEngine(model_dirs["llama"], CONFIG, cluster, name="two")
@@ -209,5 +231,4 @@ def test_a_step_in_which_learners_die_ends_where_one_process_ends(
     finally:
         engine.close()
         alone.close()
-        torch.set_num_threads(threads)
     assert processes_below(os.getpid()) - others == set()

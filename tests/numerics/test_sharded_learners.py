@@ -39,12 +39,10 @@ LIMITS = RolloutLimits(max_turns=4, max_tokens_per_turn=16, max_trajectory_token
 
 @pytest.fixture(scope="module")
 def engines(model_dirs: dict[str, Path]) -> Iterator[tuple[Engine, ShardedEngine]]:
-    threads = torch.get_num_threads()
     one = Engine(model_dirs["qwen3"], CONFIG, name="one")
     two = ShardedEngine(model_dirs["qwen3"], CONFIG, SHARDED, name="two")
     yield one, two
     two.close()
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("kind", "batch"), [
@@ -64,6 +62,8 @@ def test_learners_with_parts_of_the_weights_train_what_one_trains(
         assert relative_error(whole(two, together, "grad"), whole(one, alone, "grad")) < 1e-5
     norms = [engine.optim_step(own, STEP)["grad_norm"] for engine, own in ((one, alone), (two, together))]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    first = [whole(engine, own, "exp_avg") for engine, own in ((one, alone), (two, together))]
+    assert relative_error(first[1], first[0]) < 1e-5, "the summed gradient, which the step has cleared"
     histories = [train(engine, own, batch, 4) for engine, own in ((one, alone), (two, together))]
     for expected, found in zip(*histories, strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -187,7 +187,7 @@ def test_whole_weights_of_another_model_are_refused_by_name(
 def test_a_lost_learner_is_started_again_unless_it_held_weights_in_training(
     model_dirs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, others = torch.get_num_threads(), processes_below(os.getpid())
+    others = processes_below(os.getpid())
     engine = ShardedEngine(model_dirs["llama"], CONFIG, SHARDED, name="two")
     alone = Engine(model_dirs["llama"], CONFIG, name="one")
 
@@ -234,7 +234,6 @@ def test_a_lost_learner_is_started_again_unless_it_held_weights_in_training(
     finally:
         engine.close()
         alone.close()
-        torch.set_num_threads(threads)
 
 
 def test_a_part_of_the_weights_on_a_gpu_is_not_tested_and_the_log_says_so(

@@ -71,6 +71,9 @@ def status_lines(run: RunReader, status: Status | None, *, is_alive: bool) -> li
     if alarms:
         texts = {str(event.detail.get("name")): str(event.detail.get("text")) for event in run.events("alarm")}
         rows["alarms"] = "; ".join(texts.get(name, name) for name in alarms)
+    lost = run.events("learners_changed")
+    if lost:
+        rows["learners"] = f"{len(lost)} warnings, the last one at step {lost[-1].step}: {lost[-1].detail.get('text')}"
     checkpoints = run.checkpoints()
     if checkpoints:
         rows["saved"] = f"after step {checkpoints[-1].step}"

@@ -124,7 +124,7 @@ def num_gpus(kind: str) -> int:
 
 
 def share_among_engines(device: DeviceInfo, count: int) -> DeviceInfo:
-    """The device as one of several learners and samplers on this machine sees it: GPUs that are too few are shared."""
+    """The device as one of `count` learners and samplers on this machine sees it: GPUs that are too few are shared."""
     if not device.facts.has_own_memory or num_gpus(device.kind) >= count:
         return device
     return replace(device, free_bytes=device.free_bytes // count, total_bytes=device.total_bytes // count)
@@ -136,14 +136,19 @@ def own_share(free_bytes: int, total_bytes: int, own_bytes: int) -> tuple[int, i
     Other processes take their shares while this one starts, so the GPU's free memory says little. What is free is the
     share minus what this process already holds.
     """
-    text = os.environ.get(GPU_SHARE_VARIABLE, "1")
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise ConfigError(f"{GPU_SHARE_VARIABLE}={text}; expected a share of the GPU, above 0 and up to 1")
+    share = read_gpu_share(os.environ.get(GPU_SHARE_VARIABLE))
     if share == 1:
         return free_bytes, total_bytes
     total = int(total_bytes * share)
     return max(0, min(free_bytes, total - own_bytes)), total
+
+
+def read_gpu_share(text: str | None) -> float:
+    """The share of the GPU that a value of `GPU_SHARE_VARIABLE` means; the whole GPU if it is not set."""
+    try:
+        share = float(text or "1")
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ConfigError(f"{GPU_SHARE_VARIABLE}={text}; expected a share of the GPU, above 0 and up to 1")
+    return share

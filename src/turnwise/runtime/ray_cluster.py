@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.errors import ConfigError
+
+PLACE_S = 30.0
+"""Seconds for the cluster to find room."""
 
 LOST = (
     *("RayActorError", "RaySystemError", "NodeDiedError", "WorkerCrashedError", "ObjectLostError"),
@@ -65,3 +69,67 @@ class RayActor:
     def kill(self) -> None:
         with contextlib.suppress(Exception):  # the actor, its node or the cluster may be gone
             self._ray.kill(self.handle, no_restart=True)
+
+
+class RayRoom:
+    """Room on the cluster that is kept for actors: a placement group, one bundle for each of them."""
+
+    def __init__(self, ray: Any, group: Any) -> None:
+        self._ray, self._group = ray, group
+
+    @classmethod
+    def find(cls, ray: Any, bundles: Sequence[Mapping[str, float]], what: str, *, wait_s: float = 0.0) -> RayRoom:
+        """Wait for room, spread over nodes: for `PLACE_S`, or less. Raises `OSError` if there is none in time."""
+        wait_s = min(wait_s, PLACE_S) if wait_s else PLACE_S
+        groups = importlib.import_module("ray.util.placement_group")
+        group = groups.placement_group([dict(one) for one in bundles], strategy="SPREAD")
+        if not group.wait(timeout_seconds=wait_s):
+            groups.remove_placement_group(group)
+            has = {name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")}
+            raise OSError(
+                f"the Ray cluster has no room for {what} of {bundles[0]}: after {wait_s:g} s {has or 'nothing'} is free"
+            )
+        return cls(ray, group)
+
+    def strategy(self, index: int) -> dict[str, Any]:
+        """The option of an actor that goes into this bundle."""
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        strategy = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        return {"scheduling_strategy": strategy}
+
+    def hosts(self) -> list[str]:
+        """The name of each bundle's machine. Two nodes on one machine share its cores."""
+        table = importlib.import_module("ray.util").placement_group_table(self._group)
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
+        nodes = table["bundles_to_node_id"]
+        return [names.get(nodes[index], nodes[index]) for index in range(len(nodes))]
+
+    def give_back(self) -> None:
+        """Let others have the room. Ray ends the actors in it."""
+        groups = importlib.import_module("ray.util.placement_group")
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            groups.remove_placement_group(self._group)
+
+
+def num_machines(ray: Any) -> int:
+    """Machines of the cluster; several nodes may be on one."""
+    return len({node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]})
+
+
+def is_client(address: str) -> bool:
+    """Whether a process that joins there is a Ray client, which may be outside the cluster."""
+    return address.startswith("ray://")
+
+
+def refuse_unused_gpus(ray: Any, address: str) -> None:
+    """Refuse a run whose first process has no GPU on a cluster that has some: every engine does as the first one."""
+    gpus = ray.cluster_resources().get("GPU", 0)
+    if not gpus:
+        return
+    advice = "start the run on a node that has one"
+    if is_client(address):
+        advice = "a Ray client leads its run itself: start the run on a node that has one, with cluster.address=auto"
+    raise ConfigError(
+        f"cluster.address={address}: the Ray cluster has {gpus:g} GPUs, and this process, which is the first learner, "
+        f"has none, so all learners and samplers would use CPUs; {advice}, or set engine.device=cpu"
+    )

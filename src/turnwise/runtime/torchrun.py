@@ -18,9 +18,14 @@ class TorchrunWorld:
     size: int
     local_rank: int
     """The number of this process on its machine."""
-    is_on_one_machine: bool
+    local_size: int
+    """Processes on this process's machine."""
     num_restarts: int = 0
     """How often torchrun has started all of them again."""
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        return self.local_size == self.size
 
 
 def read_world(environment: Mapping[str, str] = os.environ) -> TorchrunWorld | None:
@@ -32,7 +37,7 @@ def read_world(environment: Mapping[str, str] = os.environ) -> TorchrunWorld | N
         rank=int(environment["RANK"]),
         size=size,
         local_rank=int(environment["LOCAL_RANK"]),
-        is_on_one_machine=int(environment.get("LOCAL_WORLD_SIZE", size)) == size,
+        local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
         num_restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 

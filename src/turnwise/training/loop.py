@@ -21,6 +21,7 @@ from turnwise.client.base import TrainingClient
 from turnwise.client.publish import VersionedSampler
 from turnwise.credit.shaping import shape_group
 from turnwise.doctor import diagnose
+from turnwise.errors import LearnerError
 from turnwise.opponents.interface import RunOpponents
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.group import Rollout
@@ -35,6 +36,7 @@ from turnwise.training.critic import Critic
 from turnwise.training.demonstrations import Demonstrations
 from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel, world_metrics
 from turnwise.training.learner import Learner
+from turnwise.training.learner_news import LearnerNews, OneLearner, OpenStep
 from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
 from turnwise.training.part_metrics import part_metrics
 from turnwise.training.preflight import AllFailedError, check_any_left, check_demonstrations, check_earnings
@@ -68,6 +70,7 @@ class LoopSetup:
     critic: Critic | None = None
     opponents: RunOpponents | None = None
     """Who plays the other seat, where that is not a script of the world."""
+    learners: LearnerNews = field(default_factory=OneLearner)
     k2_tolerance: float = tolerances.K2["float32"]
     """How far the trainer's logprobs may be from the sampler's."""
 
@@ -111,6 +114,8 @@ class Loop:
         """What the warm-up shows; read when the run begins."""
         self._is_read = False
         """Something was sampled with the weights that were published last, besides the steps' own groups."""
+        self._open_step: OpenStep | None = None
+        """The training or warm-up step under way."""
 
     async def run(self, start: Start = NEW_RUN) -> None:
         """Train from `start` to the end of the run."""
@@ -131,7 +136,11 @@ class Loop:
             if isinstance(error, NothingToLearnError) and not isinstance(error, AllFailedError):
                 self._tell_why()
             raise
+        except LearnerError:
+            await self._save_before_step()
+            raise
         finally:
+            self._tell_of_learners()
             self._take_orders(is_last=True)
             await self.supply.close()
 
@@ -208,6 +217,7 @@ class Loop:
         """One optimizer step, from waiting for its data (or reading it) to publishing."""
         started_s, version = time.perf_counter(), self.version
         self._set_rates(step)
+        self._begin_step()
         batch, learned, played_s = await self._learn(step, version)
         trained_s = time.perf_counter()
         if learned:
@@ -225,6 +235,7 @@ class Loop:
             certificate = await self._learner.certify(spare, learned, version)
         drift = step_drift(learned, version) if self.supply.is_played else None
         metrics = step_metrics(batch.played, batch.kept, learned, times) | self._publisher.take_metrics()
+        metrics |= self.setup.learners.metrics()
         metrics |= part_metrics(self._parts.world, self._parts.tasks, batch)
         if self._config.train.max_staleness and batch.taken is not None and self.supply.stream is not None:
             metrics |= lag_metrics(batch.taken, self.supply.stream, learned)
@@ -239,6 +250,8 @@ class Loop:
         self.supply.learned(self._num_batches)
         self.done_step = step + 1
         self._recorder.step(self.done_step, batch, learned, metrics, certificate)
+        self._open_step = None
+        self._tell_of_learners()
         worst = None if drift is None else drift.worst
         self._recorder.worst_token(self.done_step, worst)
         for alarm in self.alarms.check(metrics, "" if worst is None else str(worst)):
@@ -292,7 +305,8 @@ class Loop:
         A stop in between loses nothing: the batches go back to the pool, and their gradients are made again.
         """
         num_batches = self._config.train.accumulate
-        batches: list[Batch] = []
+        assert self._open_step is not None, "a step has begun"
+        batches = self._open_step.batches
         learned: list[Learned] = []
         played_s = 0.0
         for number in range(num_batches):
@@ -301,6 +315,7 @@ class Loop:
                 batch = await self._interrupt.unless(self.supply.batch(step * num_batches + number))
             except BaseException:
                 self.supply.give_back(batches)
+                batches.clear()
                 raise
             played_s += time.perf_counter() - started_s
             self._recorder.tasks(batch.tasks, "train")
@@ -359,6 +374,23 @@ class Loop:
                 await self._checkpoints.remove(path)
         self._recorder.checkpoint(row)
         return row
+
+    def _begin_step(self) -> None:
+        self._open_step = OpenStep(self.version)
+        self.setup.learners.begin_step()
+
+    async def _save_before_step(self) -> None:
+        """Learners were given up in the middle of a step: save the run as it was before, if that can be had back."""
+        step = self._open_step
+        if step is not None and await self.setup.learners.undo_step():
+            self.supply.give_back(step.batches)
+            await self.supply.close()
+            self.version = step.version
+            await self._save()
+
+    def _tell_of_learners(self) -> None:
+        for text in self.setup.learners.take_news():
+            self._recorder.learners_changed(self.done_step, text)
 
     def _take_orders(self, *, is_last: bool = False) -> None:
         """Take settings that were changed while the run goes on; a run that is resumed has those that came last too."""
@@ -425,10 +457,12 @@ class Loop:
             await self.watchdog.call("sampler", "give its memory back", self._publisher.rest())
             for step in range(self._done_warmup, config.steps):
                 self._interrupt.check()
+                self._begin_step()
                 work = warm_up_step(self._trainer, batches.batch(step), optim)
                 metrics = await self.watchdog.call("trainer", "warm-up step", work)
                 self._done_warmup = step + 1
                 self._recorder.warmup(self._done_warmup, config.steps, metrics)
+                self._open_step = None
             await self.watchdog.call("trainer", "drop the optimizer's state", self._checkpoints.reload())
             await self._save()
             self._sampler = await self._publish()

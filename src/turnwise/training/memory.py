@@ -22,6 +22,7 @@ from turnwise.engine.budget import (
 )
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
+from turnwise.engine.machine_share import count_here
 from turnwise.engine.model.fused_parts import check_split, is_fused
 from turnwise.engine.model.kept import PLAIN_STRETCH, KeptChoice, KeptRoom, PassSizes
 from turnwise.errors import ConfigError
@@ -55,7 +56,9 @@ class Memory:
     is_pass_chosen: bool = False
     """The user set the length of a pass."""
     learners: int = 1
-    """Processes that each take as much; on a CPU they share the machine's memory."""
+    """Processes that each take as much."""
+    learners_here: int = 1
+    """Those of them on this machine; on a CPU they share its memory."""
     gathered: int = 0
     """Room for the blocks that a pass gathers, where each learner holds a part of the weights."""
 
@@ -72,14 +75,14 @@ class Memory:
         """Refuse a run whose weights and training state alone are more than the device holds."""
         is_gpu = self.device.facts.has_own_memory
         capacity = self.device.free_bytes if is_gpu else machine_bytes()
-        needed = self.num_fixed if is_gpu else self.num_fixed * self.learners
+        needed = self.num_fixed if is_gpu else self.num_fixed * self.learners_here
         if needed <= capacity:
             self._check_pass(capacity)
             return
         where = "the GPU has free" if is_gpu else "this machine has"
         hint = "model.train=lora, or a smaller model" if self.trained == "full" else "a smaller model"
         hint += ", or more learners" if self.gathered else ", or cluster.learners with cluster.shard=true"
-        of_all = f" of {self.learners} learners" if self.learners > 1 and not is_gpu else ""
+        of_all = f" of {self.learners_here} learners" if self.learners_here > 1 and not is_gpu else ""
         raise ConfigError(
             f"weights and what is trained{of_all} need {format_bytes(needed)}, and {where} {format_bytes(capacity)}; "
             f"use {hint}. In all: {self.line()}"
@@ -162,6 +165,7 @@ def estimate_memory(
         num_part_tokens=choice.part_tokens,
         is_pass_chosen=engine.micro_batch_tokens > 0,
         learners=config.cluster.learners,
+        learners_here=count_here(config.cluster.learners, config.cluster),
         gathered=gathered,
     )
 

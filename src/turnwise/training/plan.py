@@ -13,6 +13,7 @@ from turnwise.config.config import Config
 from turnwise.config.training import TrainConfig
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
+from turnwise.engine.machine_share import count_here, thread_share
 from turnwise.engine.model.fused_parts import check_bitwise
 from turnwise.engine.threads import find_threads
 from turnwise.envs.base import Split
@@ -291,8 +292,8 @@ def _cpu(config: Config, plan: Plan) -> dict[str, str]:
     """The lines about the CPU's threads and the type of its weights, where the model runs on one in this process."""
     if plan.memory is None or plan.memory.device.facts.has_own_memory:
         return {}
-    threads, learners = find_threads(), config.cluster.learners
-    each = f" ({max(1, threads.count // learners)} in each learner)" if learners > 1 else ""
+    threads, learners = find_threads(), count_here(config.cluster.learners, config.cluster)
+    each = f" ({thread_share(learners)} in each learner)" if learners > 1 else ""
     why = plan.memory.device.why
     return {**({"dtype": why} if why else {}), "threads": f"{threads.count}{each}: {threads.why}"}
 

@@ -135,6 +135,12 @@ class Recorder:
         self.writer.commit(step)
         self.observers.message(f"warning: {why}")
 
+    def learners_changed(self, step: int, text: str) -> None:
+        """A learner process was lost; it was started again, or the run goes on with fewer."""
+        self.writer.event(step, "learners_changed", text=text)
+        self.writer.commit(step)
+        self.observers.message(f"warning: {text}")
+
     def findings(self, step: int, findings: Sequence[Finding]) -> None:
         """Why a step had nothing to learn from; a reader of the run comes to the same findings."""
         if findings:

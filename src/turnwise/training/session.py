@@ -29,6 +29,7 @@ from turnwise.runtime.process import settled_process
 from turnwise.training.assemble import critic_rate, make_optim, make_renderer
 from turnwise.training.checkpoint import RunCheckpoints, remove_orphans, remove_snapshots, saved_critic
 from turnwise.training.critic import Critic
+from turnwise.training.engine_learners import find_learners
 from turnwise.training.heartbeat import Heartbeat
 from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.objects import META_KEY
@@ -214,6 +215,7 @@ class TrainingSession:
                     steering=self.steering,
                     critic=critic,
                     opponents=opponents,
+                    learners=find_learners(trainer, config.cluster.learners),
                     k2_tolerance=max(tolerances.k2(dtype) for dtype in (_dtype_name(config), publisher.dtype) if dtype),
                 )
             )

@@ -23,6 +23,7 @@ from turnwise.config.config import Config
 from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import find_device, share_among_engines
+from turnwise.engine.machine_share import count_here
 from turnwise.envs.registry import load_target
 from turnwise.envs.worlds import check_options, world_parameters
 from turnwise.errors import ConfigError, NotSupportedError
@@ -101,7 +102,7 @@ class Setup:
         Args:
             engine: whose memory the plan tells; None: that of the first learner.
         """
-        engine = engine or self.trainer_engine
+        engine, cluster = engine or self.trainer_engine, self.config.cluster
         return make_plan(
             self.config,
             self.facts,
@@ -109,7 +110,7 @@ class Setup:
             engine=engine,
             device=None
             if self.config.model.base_url
-            else share_among_engines(find_device(engine), self.config.cluster.num_devices),
+            else share_among_engines(find_device(engine), count_here(cluster.num_devices, cluster)),
             num_tasks={
                 "train": len(self.parts.tasks),
                 "test": len(self.parts.held_out),

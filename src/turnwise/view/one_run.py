@@ -57,13 +57,15 @@ def _finding(level: str, title: str, text: str, *, fixes: Sequence[str] = (), ev
 
 
 def _ends(events: Iterable[Event], *, is_alive: bool) -> list[Json]:
-    """How the last process of the run ended."""
+    """How the last process of the run ended, and what became of its learners."""
     found: list[Json] = []
     for event in events:
         if event.kind == "resumed":
             found = []
         elif event.kind == "failed" and not is_alive:
             found.append(_finding("error", f"the run failed at step {event.step}", str(event.detail.get("error"))))
+        elif event.kind == "learners_changed":
+            found.append(_finding("warning", f"learners were lost at step {event.step}", str(event.detail.get("text"))))
         elif event.kind == "solved":
             text = f"Every attempt of the last {event.detail.get('steps')} steps succeeded."
             found.append(_finding("good", f"solved at step {event.step}", text))

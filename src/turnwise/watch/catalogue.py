@@ -68,6 +68,11 @@ CATALOGUE: tuple[Metric, ...] = (
         ("fleet/load_s", "s", "Time in which the servers loaded the newest version."),
     ),
     *_rows(
+        "training/learner_news.py",
+        ("learners/count", "learners", "Learners that train, where the run began with several."),
+        ("learners/restarts", "times", "Times that learners were started again in this process, because one was lost."),
+    ),
+    *_rows(
         "rollout/stats.py",
         ("rollout/attempts", "attempts", "Attempts that the step took: the kept ones and all `rollout/dropped_*`."),
         ("rollout/attempts_kept", "attempts", "Attempts in groups that were kept; averages are over these."),

@@ -19,6 +19,7 @@ from turnwise.runlog.reader import RunReader
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.assemble import Parts, make_eval_rollout, make_method
 from turnwise.training.checkpoint import NEW_RUN, RunCheckpoints
+from turnwise.training.learner_news import LearnerNews, OneLearner
 from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.record import Recorder
 from turnwise.training.task_order import WorldTasks
@@ -90,6 +91,7 @@ class Rig:
         end_id = self.renderer.stop_ids[0]
         self.trainer = RecordingTrainer(ScriptedSampler(lambda _: [7, 8, end_id]))
         self.interrupt = Interrupt()
+        self.learners: LearnerNews = OneLearner()
 
     def loop(self) -> Loop:
         self.writer = RunWriter.create(self.directory, config_to_yaml(self.config), max_size_mb=64)
@@ -103,6 +105,7 @@ class Rig:
                 recorder=recorder,
                 checkpoints=RunCheckpoints(self.trainer, self.writer, NEW_RUN, max_kept=2),
                 interrupt=self.interrupt,
+                learners=self.learners,
             )
         )
 

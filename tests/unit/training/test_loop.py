@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
+from turnwise.commands.status import status_lines
+from turnwise.errors import LearnerError
 from turnwise.rollout.certify import Certificate
 from turnwise.runlog.schema import CheckpointRow
 from turnwise.training.checkpoint import Start, read_state
+from turnwise.training.learner_news import learner_metrics
 from turnwise.training.progress import NothingToLearnError
+from turnwise.view.one_run import findings
 from turnwise.watch.interrupt import Interrupted
-from unit.training.conftest import MakeRig
+from unit.training.conftest import MakeRig, Rig
 
 PUBLISH = "save_weights_and_get_sampling_client"
 
@@ -205,3 +210,72 @@ async def test_a_step_that_is_interrupted_between_its_batches_is_played_once_in_
     await again.loop().run(Start(done=done, state=state))
     resumed = [again.run().attempt(row.id).trajectory for row in again.run().attempts(phase="train")]
     assert [(t.task_id, t.attempt, t.seed) for t in resumed] == [(t.task_id, t.attempt, t.seed) for t in expected]
+
+
+class LostLearners:
+    """Two learners, whose engine can bring back the weights before a step, or cannot."""
+
+    def __init__(self, trainer: RecordingTrainer, *, can_undo: bool) -> None:
+        self._trainer, self._can_undo = trainer, can_undo
+        self._news = ["learner 1 was lost"]
+
+    def metrics(self) -> dict[str, float]:
+        return learner_metrics(2, 1)
+
+    def take_news(self) -> list[str]:
+        news, self._news = self._news, []
+        return news
+
+    def begin_step(self) -> None:
+        self._trainer.save_state("mark")
+
+    async def undo_step(self) -> bool:
+        self._trainer.load_state("mark")
+        return self._can_undo
+
+
+def lose_learners(rig: Rig, number: int) -> None:
+    """The optimizer step of this number ends with the error of learners that are given up."""
+    step, done = rig.trainer.optim_step, list[int]()
+
+    def optim_step(*given: Any, **named: Any) -> Any:
+        done.append(1)
+        if len(done) == number:
+            raise LearnerError("learner 1 is gone")
+        return step(*given, **named)
+
+    rig.trainer.optim_step = optim_step  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("can_undo", [True, False])
+async def test_a_run_that_loses_its_learners_in_a_step_saves_what_was_before_it(
+    make_rig: MakeRig, can_undo: bool
+) -> None:
+    rig = make_rig({"train": {"steps": 4}})
+    rig.learners = LostLearners(rig.trainer, can_undo=can_undo)
+    lose_learners(rig, 3)
+    with pytest.raises(LearnerError, match="learner 1 is gone"):
+        await rig.loop().run()
+    assert rig.methods_called()[-1] == ("save_state" if can_undo else "load_state")
+    run = rig.run()
+    saved = run.checkpoints()
+    assert [row.step for row in saved] == ([2] if can_undo else [])
+    if can_undo:
+        state = read_state(Start(done=saved[0]).done, run.pool(2), tasks_per_step=2)
+        assert state.version == 2
+        assert len(state.pool) == 2, "the groups of the step that was lost wait to be learned from"
+
+
+async def test_learners_that_were_lost_are_on_record(make_rig: MakeRig) -> None:
+    rig = make_rig({"train": {"steps": 2}})
+    rig.learners = LostLearners(rig.trainer, can_undo=True)
+    await rig.loop().run()
+    run = rig.run()
+    assert [(event.step, event.detail["text"]) for event in run.events("learners_changed")] == [
+        (1, "learner 1 was lost")
+    ]
+    assert dict(run.metric("learners/count")) == {1: 2.0, 2: 2.0}
+    assert dict(run.metric("learners/restarts")) == {1: 1.0, 2: 1.0}
+    (finding, *_) = findings(run)
+    assert (finding["title"], finding["text"]) == ("learners were lost at step 1", "learner 1 was lost")
+    assert "learners 1 warnings, the last one at step 1: learner 1 was lost" in status_lines(run, None, is_alive=False)

@@ -104,7 +104,10 @@ class SeparateSamplers(EngineFleet):
     async def _start(self, number: int) -> None:
         assert self._launcher is not None
         setup, engine = self.setup, self._launcher.engine_of(number)
-        link = await asyncio.to_thread(self._launcher.start, number)
+        try:
+            link = await asyncio.to_thread(self._launcher.start, number)
+        except OSError as cause:
+            raise ServiceError(f"{_name(number)} did not start: {cause}") from cause
         self._links[number] = link
         self._born_s[number] = time.monotonic()
         what = SamplerSetup(model_dir=setup.model_directory.resolve(), engine=engine, name=_name(number))

@@ -85,6 +85,8 @@ class LearnerPlace:
     host: str
     """The address at which they find this process."""
     start_peer: StartPeer
+    num_here: int = 1
+    """Learners on this machine, this process among them, where a cluster manager has placed the others."""
 
 
 @dataclass(slots=True, eq=False)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+import os
+import socket
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from turnwise.engine.config import ClusterConfig
@@ -14,12 +16,17 @@ from turnwise.engine.learners.group import LearnerPlace
 from turnwise.engine.learners.portable import portable
 from turnwise.engine.learners.process import LearnerProcess
 from turnwise.engine.samplers.links import SamplerLink
-from turnwise.engine.samplers.ray_links import MAX_CALLS, RayLink, SamplerActor
+from turnwise.engine.samplers.ray_links import MAX_CALLS, ActorThreads, RayLink, SamplerActor
 from turnwise.errors import LearnerError
-from turnwise.runtime.ray_cluster import RayActor, connect_ray
+from turnwise.runtime.ray_cluster import (
+    PLACE_S,
+    RayActor,
+    RayRoom,
+    connect_ray,
+    is_client,
+    refuse_unused_gpus,
+)
 
-PLACE_S = 30.0
-"""Seconds for the cluster to find room."""
 RECEIVE_S = 60.0
 """Seconds to fetch an answer that is there."""
 
@@ -27,8 +34,8 @@ RECEIVE_S = 60.0
 class LearnerActor(SamplerActor):
     """The process of one rank, in an actor; it answers requests to sample beside, if it is asked to."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        super().__init__(environment)
+    def __init__(self, threads: ActorThreads | None) -> None:
+        super().__init__(threads)
         self._process: LearnerProcess | None = None
 
     async def answer(self, message: LearnerSetup | LearnerCall) -> tuple[str, Any]:
@@ -98,27 +105,98 @@ class RayPeer:
         return self._link
 
 
-def place_on_ray(cluster: ClusterConfig, size: int, *, environment: Mapping[str, str], takes_gpu: bool) -> LearnerPlace:
-    """Find room for learners 1 to `size` - 1. Raises `LearnerError` if the cluster has none."""
-    ray = connect_ray(cluster.address)
-    util, groups, strategies = (
-        importlib.import_module(name)
-        for name in ("ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")
-    )
-    bundle = {"CPU": 1, **({"GPU": 1} if takes_gpu else {})}
-    group = groups.placement_group([bundle] * (size - 1), strategy="SPREAD") if size > 1 else None
-    if group is not None and not group.wait(timeout_seconds=min(PLACE_S, cluster.deadline_s)):
-        groups.remove_placement_group(group)
-        raise LearnerError(f"the Ray cluster has no room for {size - 1} learners of {bundle}")
+class RayCluster:
+    """Finds places for learners on a Ray cluster. `cluster.learners` - 1 are actors; the first one is this process."""
 
-    def give_room_back() -> None:
-        with contextlib.suppress(Exception):  # the cluster may be gone
-            groups.remove_placement_group(group)
+    def __init__(self, cluster: ClusterConfig, *, has_gpu: bool, is_cpu_chosen: bool) -> None:
+        """Join the cluster.
 
-    def start_peer(rank: int) -> RayPeer:
-        strategy = strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank - 1)
-        options = {"num_cpus": 1, "num_gpus": int(takes_gpu), "scheduling_strategy": strategy}
-        actor = RayActor(ray, LearnerActor, (dict(environment),), {**options, "max_concurrency": MAX_CALLS})
-        return RayPeer(rank, actor, give_room_back, samples=cluster.samples_too(rank))
+        Args:
+            has_gpu: this process has a GPU, so each of the others is to have one.
+            is_cpu_chosen: the user wants no GPU.
+        """
+        self._cluster, self._takes_gpu = cluster, has_gpu
+        self._ray = connect_ray(cluster.address)
+        if not has_gpu and not is_cpu_chosen:
+            refuse_unused_gpus(self._ray, cluster.address)
+        self._holder: RayActor | None = None
 
-    return LearnerPlace(util.get_node_ip_address(), start_peer)
+    def reserve_gpu(self) -> int:
+        """Keep one GPU of this node for this process, so that Ray gives it to no actor. Returns its index.
+
+        A Ray client is on no node; its GPU is its own. Raises `LearnerError` if no GPU of the node is free.
+        """
+        if is_client(self._cluster.address):
+            return 0
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        node = self._ray.get_runtime_context().get_node_id()
+        here = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": here}
+        self._holder = RayActor(self._ray, GpuHolder, (), options)
+        wait_s = min(PLACE_S, self._cluster.deadline_s)
+        try:
+            taken = self._holder.get(self._holder.handle.gpu.remote(), deadline_s=wait_s)
+        except OSError as cause:
+            self.close()
+            raise LearnerError(
+                f"no GPU of this node of the Ray cluster is free for the first learner ({cause}); other jobs may use "
+                "them, or ray start was told fewer with --num-gpus"
+            ) from cause
+        return _visible_index(taken, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+    def place(self, size: int) -> LearnerPlace:
+        """Find room for learners 1 to `size` - 1. Raises `LearnerError` if the cluster has none."""
+        util = importlib.import_module("ray.util")
+        if size == 1:
+            return LearnerPlace(util.get_node_ip_address(), _nobody)
+        bundle = {"CPU": 1, **({"GPU": 1} if self._takes_gpu else {})}
+        wait_s = self._cluster.deadline_s
+        try:
+            room = RayRoom.find(self._ray, [bundle] * (size - 1), f"{size - 1} of {size} learners", wait_s=wait_s)
+        except OSError as cause:
+            raise LearnerError(str(cause)) from cause
+        hosts = [*room.hosts(), socket.gethostname()]
+
+        def start_peer(rank: int) -> RayPeer:
+            options = {"num_cpus": 1, "num_gpus": int(self._takes_gpu), "max_concurrency": MAX_CALLS}
+            threads = None if self._takes_gpu else ActorThreads.of(hosts.count(hosts[rank - 1]))
+            actor = RayActor(self._ray, LearnerActor, (threads,), {**options, **room.strategy(rank - 1)})
+            return RayPeer(rank, actor, room.give_back, samples=self._cluster.samples_too(rank))
+
+        return LearnerPlace(util.get_node_ip_address(), start_peer, num_here=hosts.count(hosts[-1]))
+
+    def close(self) -> None:
+        """Give the GPU of this process back."""
+        if self._holder is not None:
+            self._holder.kill()
+        self._holder = None
+
+
+class GpuHolder:
+    """Keeps a GPU for a process that is no actor."""
+
+    def gpu(self) -> str:
+        """The GPU's name on its node, as in `CUDA_VISIBLE_DEVICES`."""
+        ray = importlib.import_module("ray")
+        return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+    def live(self) -> None:
+        """Never return: the caller notices the end of the actor by it."""
+        threading.Event().wait()
+
+
+def _visible_index(gpu: str, visible: str | None) -> int:
+    """The index, in this process, of a GPU of the node."""
+    if visible is None:
+        return int(gpu)
+    names = [name.strip() for name in visible.split(",")]
+    if gpu not in names:
+        raise LearnerError(
+            f"Ray keeps GPU {gpu} of this node for the first learner, and this process sees CUDA_VISIBLE_DEVICES="
+            f"{visible} alone; start the run without it"
+        )
+    return names.index(gpu)
+
+
+def _nobody(rank: int) -> RayPeer:
+    raise AssertionError(f"there is no learner {rank}")

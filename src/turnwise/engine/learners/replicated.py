@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,6 @@ import numpy as np
 import torch
 
 from turnwise.engine.config import ClusterConfig, EngineConfig
-from turnwise.engine.device_info import GPU_SHARE_VARIABLE, choose_device, num_gpus
 from turnwise.engine.engine import CustomLoss, Engine
 from turnwise.engine.learners.calls import (
     CreateCall,
@@ -39,13 +37,14 @@ from turnwise.engine.learners.calls import (
     TakeStateCall,
 )
 from turnwise.engine.learners.collective import MEET_S, LearnerCollective, choose_backend, lead_store
-from turnwise.engine.learners.group import GONE_S, LearnerGroup, LearnerPlace, start_process
+from turnwise.engine.learners.group import GONE_S, LearnerGroup
+from turnwise.engine.learners.places import LearnerPlaces
 from turnwise.engine.learners.process import reply_of, sum_gradients, take_state
 from turnwise.engine.learners.rounds import ExchangeError
 from turnwise.engine.learners.shares import share_datums
+from turnwise.engine.learners.step_copies import StepCopies, is_whole
 from turnwise.engine.model.sharded import ShardExchange
 from turnwise.engine.samplers.links import SamplerLink
-from turnwise.engine.threads import USERS_CHOICES, find_threads
 from turnwise.engine.training.critic import CriticAdapter
 from turnwise.engine.training.full_weights import FullWeights
 from turnwise.engine.training.objective import LossSettings
@@ -62,8 +61,6 @@ _log = logging.getLogger(__name__)
 
 KEPT = "The last checkpoint is kept; resume the run"
 """The end of every error about learners that are given up: what to do now."""
-PEER_CACHE_GIB = 0.05
-"""KV cache of a learner that does not sample."""
 
 
 class ReplicatedEngine(Engine):
@@ -79,12 +76,18 @@ class ReplicatedEngine(Engine):
         exchange: ShardExchange | None = None,
     ) -> None:
         self._cluster = cluster
-        self._peer_config, self._environment = _prepare(config, cluster)
-        super().__init__(model_dir, config, name=name, exchange=exchange)
+        self._places = LearnerPlaces(config, cluster)
+        try:
+            super().__init__(model_dir, self._places.own_config, name=name, exchange=exchange)
+        except BaseException:
+            self._places.close()
+            raise
         self._group: LearnerGroup | None = None
         self._collective: LearnerCollective | None = None
         self._size = cluster.learners
         self._num_restarts = 0
+        self._news: list[str] = []
+        self._copies = StepCopies()
         self.base_bytes: dict[int, int] = {}
         """Bytes of the frozen weights that each learner holds, by rank; known when the learners have started."""
         self._created: WeakKeyDictionary[Any, CreateCall] = WeakKeyDictionary()
@@ -106,6 +109,19 @@ class ReplicatedEngine(Engine):
     def num_restarts(self) -> int:
         """How often learners were started again."""
         return self._num_restarts
+
+    def take_news(self) -> list[str]:
+        """What happened to learners since the last call. Any thread may ask."""
+        news, self._news = self._news, []
+        return news
+
+    def begin_step(self) -> None:
+        """From here on, remember what `undo_step` needs. No operation runs."""
+        self._copies.begin()
+
+    def undo_step(self) -> bool:
+        """Bring all trainables back to where they were at `begin_step`; False if that cannot be done here."""
+        return all(map(is_whole, self._created)) and self._copies.restore()
 
     def create_adapter(self, lora: LoraConfig) -> LoraAdapter:
         return self._mirror(super().create_adapter(lora), CreateCall(next(self._next_number), "adapter", lora))
@@ -141,6 +157,7 @@ class ReplicatedEngine(Engine):
                 break
             except LearnerLostError as lost:
                 finish_work(self._recover(lost))
+        self._copies.keep(adapter)
         try:
             metrics, allowed, refused = super().optim_step(adapter, params, norm), (), None
         except DataError as error:  # a gradient that is not finite: it is the same on all ranks, and all refuse it
@@ -201,6 +218,7 @@ class ReplicatedEngine(Engine):
             self._group.close()
         self._group = self._collective = None
         super().close()
+        self._places.close()
 
     def _run_shares(self, whole: FinishedJob, run: RunCall, adapter: Trainable) -> Generator[None, None, FinishedJob]:
         """Run every learner's share, again if a learner is lost, and put the numbers of all together."""
@@ -253,7 +271,7 @@ class ReplicatedEngine(Engine):
                     f"cluster.max_restarts={most} is the most"
                 ) from lost
             self._num_restarts += 1
-            _log.warning("%s. Learners are started again (%d of %d); the run goes on", lost, self._num_restarts, most)
+            self._tell(f"{lost}. Learners are started again ({self._num_restarts} of {most}); the run goes on")
             try:
                 self._restart_learners(lost)
                 for trainable, create in list(self._created.items()):
@@ -266,6 +284,10 @@ class ReplicatedEngine(Engine):
                 lost = again
             else:
                 return
+
+    def _tell(self, text: str) -> None:
+        _log.warning("%s", text)
+        self._news.append(text)
 
     def _restart_learners(self, lost: LearnerLostError) -> None:
         """Start all learners; fewer where that cannot be done and `cluster.min_learners` allows it."""
@@ -285,7 +307,7 @@ class ReplicatedEngine(Engine):
                         "least"
                     ) from error
                 self._size -= 1
-                _log.warning("a learner cannot be started again (%s); going on with %d", error, self._size)
+                self._tell(f"a learner cannot be started again ({error}); going on with {self._size}")
 
     def _run_again(self, trainable: Trainable, run: RunCall) -> Generator[None, None, None]:
         batches = [(trainable, run.datums)]
@@ -347,36 +369,9 @@ class ReplicatedEngine(Engine):
         assert self._collective is not None, "started above"
         return self._group, self._collective
 
-    def _place(self, size: int) -> LearnerPlace:
-        """Where the other learners run: on this machine, where torchrun has started them, or where Ray puts them."""
-        world = read_world()
-        if world is not None and world.size == size and not self._cluster.uses_ray:
-            from turnwise.engine.learners.torchrun import place_under_torchrun
-
-            return place_under_torchrun(world)
-        if not self._cluster.uses_ray:
-            return LearnerPlace(
-                "127.0.0.1",
-                lambda rank: start_process(rank, self._environment, samples=self._cluster.samples_too(rank)),
-            )
-        from turnwise.engine.learners.ray_peers import place_on_ray  # ray
-
-        return place_on_ray(self._cluster, size, environment=self._environment, takes_gpu=_num_gpus(self.config) > 0)
-
-    def _config_of(self, rank: int) -> EngineConfig:
-        """A learner's config: with a GPU of its own, if there are enough. Ray shows an actor its own GPU alone."""
-        config = self.config if self._cluster.samples_too(rank) else self._peer_config
-        gpus = _num_gpus(config)
-        if gpus and self._cluster.uses_ray:
-            return config.model_copy(update={"device": "cuda"})
-        if gpus < self._cluster.num_devices:
-            return config
-        first = choose_device(config)[0].index or 0
-        return config.model_copy(update={"device": f"cuda:{(first + rank) % gpus}"})
-
     def _start_learners(self) -> None:
         size, deadline_s = self._size, self._cluster.deadline_s
-        place = self._place(size)
+        place = self._places.find(size)
         world = read_world()
         is_near = not self._cluster.uses_ray and (world is None or world.is_on_one_machine)
         backend = choose_backend(self.device, max(size, self._cluster.num_devices), is_on_one_machine=is_near)
@@ -385,7 +380,7 @@ class ReplicatedEngine(Engine):
         def make_setup(rank: int) -> LearnerSetup:
             return LearnerSetup(
                 model_dir=self.model_dir,
-                engine=self._config_of(rank),
+                engine=self._places.config_of(rank),
                 name=self.name,
                 rank=rank,
                 size=size,
@@ -412,23 +407,6 @@ class ReplicatedEngine(Engine):
             group.close()
             raise
         self._group = group
-
-
-def _prepare(config: EngineConfig, cluster: ClusterConfig) -> tuple[EngineConfig, dict[str, str]]:
-    """The config and the environment of the other learners; this process takes its share of cores or of the GPU."""
-    peer = config.model_copy(update={"kv_cache_gib": PEER_CACHE_GIB})
-    gpus = _num_gpus(config)
-    if not gpus:
-        count = max(1, find_threads().count // cluster.learners)
-        torch.set_num_threads(min(count, torch.get_num_threads()))
-        return peer, dict.fromkeys(USERS_CHOICES, str(count))
-    if gpus < cluster.num_devices:  # learners share a GPU
-        os.environ[GPU_SHARE_VARIABLE] = f"{1 / cluster.num_devices:.4f}"
-    return peer, {}
-
-
-def _num_gpus(config: EngineConfig) -> int:
-    return num_gpus(str(choose_device(config)[0]).partition(":")[0])
 
 
 def _part(run: RunCall, members: Sequence[int]) -> RunCall:

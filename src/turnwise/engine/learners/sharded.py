@@ -63,7 +63,7 @@ class ShardedEngine(ReplicatedEngine):
         """Published versions that nobody reads any more, to be dropped by all learners."""
         self._num_file_calls = itertools.count()
         super().__init__(model_dir, leader_config(config, name), cluster, name=name, exchange=self._rounds)
-        self._peer_config = self._peer_config.model_copy(update={"self_test": False})
+        self._places.peer_config = self._places.peer_config.model_copy(update={"self_test": False})
 
     def sample_step(self) -> None:
         """Sample; if a learner is lost meanwhile, the replies under way begin again when it was started again."""

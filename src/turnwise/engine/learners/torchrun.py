@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-from turnwise.engine.device_info import find_device, num_gpus
-from turnwise.engine.learners.calls import LearnerSetup
+from turnwise.engine.config import EngineConfig
+from turnwise.engine.device_info import choose_device, num_gpus
 from turnwise.engine.learners.collective import START_DEADLINE_S
 from turnwise.engine.learners.group import LearnerPeer, LearnerPlace
 from turnwise.engine.learners.process import serve
+from turnwise.engine.machine_share import MachineShare
 from turnwise.errors import ConfigError, LearnerError
 from turnwise.runtime.torchrun import TorchrunWorld
 
@@ -91,22 +92,22 @@ def place_under_torchrun(world: TorchrunWorld) -> LearnerPlace:
         _taken.add(rank)
         return TorchrunPeer(rank, _connect(world, rank))
 
-    return LearnerPlace(_own_host(world), find_peer)
+    return LearnerPlace(find_own_host(world), find_peer)
 
 
 def serve_leader(world: TorchrunWorld) -> None:
     """Be a learner of rank 0 until it hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which tells the others
     key = secrets.token_hex(16)
-    with Listener((_own_host(world), 0), authkey=key.encode()) as listener:
-        host, port = listener.address
-        _store(world).set(f"rank {world.rank}", f"{host} {port} {key}")
+    host = find_own_host(world)
+    with Listener((host if world.is_on_one_machine else "0.0.0.0", 0), authkey=key.encode()) as listener:
+        _store(world).set(f"rank {world.rank}", f"{host} {listener.address[1]} {key}")
         with listener.accept() as connection:
             try:
                 setup = connection.recv()
             except EOFError:  # rank 0 has no work for it
                 return
-            serve(connection, _on_own_device(setup, world))
+            serve(connection, replace(setup, engine=own_engine(setup.engine, world, MachineShare())))
 
 
 def release_others(world: TorchrunWorld) -> None:
@@ -140,12 +141,44 @@ def _store(world: TorchrunWorld) -> Any:
     return dist.PrefixStore(f"turnwise {world.num_restarts}", store)
 
 
-def _own_host(world: TorchrunWorld) -> str:
-    return "127.0.0.1" if world.is_on_one_machine else socket.gethostbyname(socket.gethostname())
+def find_own_host(world: TorchrunWorld) -> str:
+    """The address at which ranks of all machines reach this one.
+
+    The machine's name says nothing: on a default Debian it means 127.0.1.1. So it is the address from which packets to
+    MASTER_ADDR leave. On MASTER_ADDR's own machine that is a loopback address, and others know it as MASTER_ADDR.
+    """
+    if world.is_on_one_machine:
+        return "127.0.0.1"
+    master = os.environ["MASTER_ADDR"]
+    try:
+        source = source_address(master)
+    except OSError as cause:
+        raise ConfigError(
+            f"torchrun's MASTER_ADDR={master} is reached by no IPv4 route from this machine ({cause}); give torchrun "
+            "--master-addr or --rdzv-endpoint an address that every machine reaches"
+        ) from cause
+    if not source.startswith("127."):
+        return source
+    if master == "localhost" or master.startswith("127."):
+        raise ConfigError(
+            f"torchrun's MASTER_ADDR={master} is this machine alone, and its ranks are on several machines; give "
+            "torchrun --master-addr or --rdzv-endpoint an address that every machine reaches"
+        )
+    return master
 
 
-def _on_own_device(setup: LearnerSetup, world: TorchrunWorld) -> LearnerSetup:
-    """On another machine than rank 0's, a learner takes the GPU of its own number there."""
-    if world.is_on_one_machine or num_gpus(find_device(setup.engine).kind) <= world.local_rank:
-        return setup
-    return replace(setup, engine=setup.engine.model_copy(update={"device": f"cuda:{world.local_rank}"}))
+def source_address(host: str) -> str:
+    """The IPv4 address from which packets to a host leave; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def own_engine(engine: EngineConfig, world: TorchrunWorld, share: MachineShare) -> EngineConfig:
+    """The engine of a rank: on another machine than rank 0's it takes the GPU of its own number there, or a share."""
+    gpus = num_gpus(choose_device(engine)[0].type)
+    if world.is_on_one_machine or not gpus:
+        return engine
+    if gpus < world.local_size:
+        share.take_gpu(world.local_size)
+    return engine.model_copy(update={"device": f"cuda:{world.local_rank % gpus}"})

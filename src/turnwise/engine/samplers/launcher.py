@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.engine.device_info import GPU_SHARE_VARIABLE, choose_device, num_gpus
+from turnwise.engine.machine_share import gpu_share, thread_share
 from turnwise.engine.samplers.links import SamplerLink, start_sampler
-from turnwise.engine.threads import USERS_CHOICES, find_threads
+from turnwise.engine.threads import USERS_CHOICES
+from turnwise.runtime.ray_cluster import connect_ray, refuse_unused_gpus
 
 
 class SamplerLauncher:
@@ -14,13 +16,13 @@ class SamplerLauncher:
 
     def __init__(self, cluster: ClusterConfig, engine: EngineConfig) -> None:
         self._cluster, self._engine = cluster, engine.for_sampling()
-        self._gpus = num_gpus(str(choose_device(engine)[0]).partition(":")[0])
+        self._gpus = num_gpus(choose_device(engine)[0].type)
         self._has_own_gpu = self._gpus >= cluster.num_devices
         self._environment: dict[str, str] = {}
         if not self._gpus:
-            self._environment = dict.fromkeys(USERS_CHOICES, str(max(1, find_threads().count // cluster.samplers)))
+            self._environment = dict.fromkeys(USERS_CHOICES, str(thread_share(cluster.samplers)))
         elif not self._has_own_gpu and not cluster.uses_ray:
-            self._environment = {GPU_SHARE_VARIABLE: f"{1 / cluster.num_devices:.4f}"}
+            self._environment = {GPU_SHARE_VARIABLE: gpu_share(cluster.num_devices)}
 
     def engine_of(self, number: int) -> EngineConfig:
         """A sampler's config. Ray shows an actor its own GPU alone."""
@@ -38,4 +40,7 @@ class SamplerLauncher:
             return start_sampler(number, self._environment)
         from turnwise.engine.samplers.ray_links import start_ray_sampler  # ray
 
-        return start_ray_sampler(self._cluster.address, self._environment, takes_gpu=self._gpus > 0)
+        cluster = self._cluster
+        if not self._gpus and self._engine.device != "cpu":
+            refuse_unused_gpus(connect_ray(cluster.address), cluster.address)
+        return start_ray_sampler(cluster.address, number, num_samplers=cluster.samplers, takes_gpu=self._gpus > 0)

@@ -4,30 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from turnwise.engine.learners.portable import portable
+from turnwise.engine.machine_share import thread_share
 from turnwise.engine.samplers.calls import CancelCall, SamplerCall, SamplerSetup
 from turnwise.engine.samplers.host import SamplerHost
 from turnwise.engine.samplers.process import make_host
-from turnwise.runtime.ray_cluster import RayActor, connect_ray
+from turnwise.engine.threads import USERS_CHOICES
+from turnwise.runtime.ray_cluster import RayActor, RayRoom, connect_ray, num_machines
 
 MAX_CALLS = 10_000
 """Calls that one actor answers at the same time."""
 
 
+@dataclass(frozen=True, slots=True)
+class ActorThreads:
+    """How an actor finds its number of threads: by the cores of the machine where it is."""
+
+    num_beside: int
+    """Engines that share those cores, itself among them."""
+    choices: Mapping[str, str]
+    """What the user chose for the run."""
+
+    @classmethod
+    def of(cls, num_beside: int) -> ActorThreads:
+        """For an actor of this process's run."""
+        return cls(num_beside, {name: os.environ[name] for name in USERS_CHOICES if name in os.environ})
+
+    def use(self) -> None:
+        """Use them in this process."""
+        for name in USERS_CHOICES:
+            os.environ.pop(name, None)  # Ray sets one of them to the CPUs that it counts for the actor
+        os.environ.update(self.choices)
+        torch.set_num_threads(thread_share(self.num_beside))
+
+
 class SamplerActor:
     """An engine that samples, in an actor whose calls share an event loop."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)
-        if "OMP_NUM_THREADS" in environment:
-            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    def __init__(self, threads: ActorThreads | None) -> None:
+        """`threads` is None on a GPU."""
+        if threads is not None:
+            threads.use()
         self.host: SamplerHost | None = None
         self._waiting: dict[int, Future[Any]] = {}
 
@@ -63,8 +89,9 @@ class RayLink:
 
     sees_files = False
 
-    def __init__(self, actor: RayActor) -> None:
+    def __init__(self, actor: RayActor, *, give_room_back: Callable[[], None] = lambda: None) -> None:
         self._actor = actor
+        self._give_room_back = give_room_back
         self._numbers = itertools.count()
 
     @property
@@ -105,9 +132,19 @@ class RayLink:
 
     def end(self) -> None:
         self._actor.kill()
+        self._give_room_back()
 
 
-def start_ray_sampler(address: str, environment: Mapping[str, str], *, takes_gpu: bool) -> RayLink:
-    """Start a sampler on whatever node has a GPU left; on CPUs any node will do. Its first call is its set-up."""
-    options = {"num_cpus": 0, "num_gpus": int(takes_gpu), "scheduling_strategy": "SPREAD", "max_concurrency": MAX_CALLS}
-    return RayLink(RayActor(connect_ray(address), SamplerActor, (dict(environment),), options))
+def start_ray_sampler(address: str, number: int, *, num_samplers: int, takes_gpu: bool) -> RayLink:
+    """Start a sampler on a node that has a GPU left; on CPUs any node will do. Its first call is its set-up.
+
+    Raises `OSError` if the cluster has no GPU for it.
+    """
+    ray = connect_ray(address)
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
+    if not takes_gpu:
+        threads = ActorThreads.of(math.ceil(num_samplers / max(1, num_machines(ray))))
+        return RayLink(RayActor(ray, SamplerActor, (threads,), {**options, "scheduling_strategy": "SPREAD"}))
+    room = RayRoom.find(ray, [{"GPU": 1}], f"sampler {number}")
+    actor = RayActor(ray, SamplerActor, (None,), {**options, "num_gpus": 1, **room.strategy(0)})
+    return RayLink(actor, give_room_back=room.give_back)
