@@ -16,7 +16,8 @@ from turnwise.rollout.server_options import ServerOptions
 DEFAULT_TURNS, DEFAULT_TOKENS, DEFAULT_CONTEXT = 8, 256, 4096
 """Bounds if neither the config nor the world or the model has one: turns, tokens of a reply and of an attempt."""
 
-SERVER_BACKENDS = ("sglang", "vllm")
+SERVER_BACKENDS = ("sglang", "vllm", "vllm_in_process")
+"""Backends of other people's samplers."""
 
 
 class RolloutConfig(RolloutLimits, ServerOptions):
@@ -25,8 +26,9 @@ class RolloutConfig(RolloutLimits, ServerOptions):
     backend: str = Field(
         default="local",
         min_length=1,
-        description="What samples: `local` is the engine in this process, `vllm` or `sglang` a server; your own "
-        "backend is `module:Class` or `path/to/file.py:Class` (docs/backends.md).",
+        description="What samples: `local` is the engine in this process, `vllm` or `sglang` a server, "
+        "`vllm_in_process` vLLM's engine without one; your own backend is `module:Class` or `path/to/file.py:Class` "
+        "(docs/backends.md).",
     )
     use_conversation_multi_turn: bool = Field(
         default=True,
