@@ -26,10 +26,10 @@ from turnwise.backends.servers import reaper
 from turnwise.backends.servers.dialect import ServerDialect
 from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
 from turnwise.backends.servers.launch import MAX_STARTS, QUIET_S
-from turnwise.backends.servers.python import check_arguments, check_module
+from turnwise.backends.servers.python import check_arguments, check_module, size_arguments
 from turnwise.backends.servers.vllm_calls import ASK_S, GENERATE_S, LOAD_S, VllmCalls, VllmModel
 from turnwise.backends.servers.vllm_dialect import VllmDialect
-from turnwise.backends.vllm import MODULE, OWN_ARGUMENTS, VllmPublisher
+from turnwise.backends.vllm import MODULE, OWN_ARGUMENTS, SIZES, VllmPublisher
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.config import RolloutConfig
 from turnwise.runtime.pending_calls import PENDING_CALLS
@@ -296,7 +296,7 @@ class VllmInProcessPublisher(VllmPublisher):
 
     @classmethod
     def describe(cls, rollout: RolloutConfig) -> str:
-        return f"vLLM in this process {' '.join(rollout.server_args)}".rstrip()
+        return " ".join(["vLLM in this process", *size_arguments(rollout, SIZES), *rollout.server_args])
 
     def make_own(self) -> VllmEngine:
         self.check_device()
