@@ -46,7 +46,10 @@ SIZES = {
     "tensor_parallel_size": "--tp-size",
 }
 """Options of the section `rollout`, and the arguments of the server that mean the same."""
-OWN_ARGUMENTS = ("--model-path", "--host", "--port", "--enable-lora", "--max-lora-rank", "--lora-target-modules")
+OWN_ARGUMENTS = (
+    *("--model-path", "--host", "--port", "--tp-size"),
+    *("--enable-lora", "--max-lora-rank", "--lora-target-modules"),
+)
 """Arguments that the run itself depends on."""
 RELEASED = ("kv_cache",)
 """What a server gives back while the trainer learns, in SGLang's words."""

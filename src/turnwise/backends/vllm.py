@@ -48,7 +48,10 @@ MIN_CPU_BATCH = 4096
 """Tokens of one step of a server on a CPU, at least."""
 CPU_CACHE_GIB = 2
 """KV cache of a server on a CPU where the config does not say."""
-OWN_ARGUMENTS = ("--model", "--host", "--port", "--served-model-name", "--enable-lora", "--logprobs-mode", ARGUMENT)
+OWN_ARGUMENTS = (
+    *("--model", "--host", "--port", "--served-model-name", "--enable-lora", "--logprobs-mode"),
+    *("--tensor-parallel-size", ARGUMENT),
+)
 """Arguments that the run itself depends on."""
 
 
