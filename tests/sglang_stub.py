@@ -46,10 +46,14 @@ class SglangStub:
 
     service: ServiceClient
     model: str = "tiny"
+    name: str = "tiny"
+    """What it says that it serves."""
     adapters: dict[str, str] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """What `/generate` was asked, without probes."""
     aborted: list[str] = field(default_factory=list)
+    num_asked: int = 0
+    """How often it was asked what it serves."""
     num_answered: int = 0
     num_probes: int = 0
     """Answers to the three tokens that a fleet asks a server for before it sends it anything."""
@@ -149,12 +153,13 @@ class SglangStub:
         return PlainTextResponse("")
 
     async def _model_info(self, _: Request) -> Response:
-        said = {"model_path": self.model, "served_model_name": self.model, "is_generation": True}
+        self.num_asked += 1
+        said = {"model_path": self.name, "served_model_name": self.name, "is_generation": True}
         more = {} if self.vocab_size is None else {"vocab_size": self.vocab_size}
         return JSONResponse({**said, "weight_version": self._versions[-1], **more})
 
     async def _server_info(self, _: Request) -> Response:
-        return JSONResponse({"model_path": self.model, "enable_memory_saver": self.has_memory_saver})
+        return JSONResponse({"model_path": self.name, "enable_memory_saver": self.has_memory_saver})
 
     async def _release(self, request: Request) -> Response:
         assert (await request.json())["tags"] == ["kv_cache"], "weights that SGLang releases are lost"

@@ -88,11 +88,12 @@ class VllmEngine:
         with PENDING_CALLS.listed("vLLM", f"start ({self._log})", self._start_s, is_reason=True):
             self._engine = await asyncio.to_thread(self._create)
 
-    async def revive(self) -> bool:
-        with contextlib.suppress(ServerGoneError, TimeoutError):
-            async with asyncio.timeout(QUIET_S):  # it runs: does it answer?
-                await self.engine.is_paused()
-                return False
+    async def revive(self, *, is_stuck: bool = False) -> bool:
+        if not is_stuck:
+            with contextlib.suppress(ServerGoneError, TimeoutError):
+                async with asyncio.timeout(QUIET_S):  # it runs: does it answer?
+                    await self.engine.is_paused()
+                    return False
         await self.stop()
         await self.start()
         return True
