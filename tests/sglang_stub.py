@@ -20,6 +20,8 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -69,6 +71,8 @@ class SglangStub:
     chunk: int = 0
     """Tokens that are drawn between two looks at the pause; 0: all."""
     vocab_size: int | None = None
+    key: str = ""
+    """Started with --api-key."""
     has_memory_saver: bool = True
     """Started with --enable-memory-saver."""
     sleeps: list[float] = field(default_factory=list)
@@ -133,6 +137,7 @@ class SglangStub:
     def _app(self) -> Starlette:
         post = ["POST"]
         return Starlette(
+            middleware=[Middleware(BaseHTTPMiddleware, dispatch=self._let_in)],
             routes=[
                 Route("/health", self._health),
                 Route("/model_info", self._model_info),
@@ -146,8 +151,13 @@ class SglangStub:
                 Route("/pause_generation", self._pause, methods=post),
                 Route("/continue_generation", self._continue, methods=post),
                 Route("/update_weights_from_disk", self._update, methods=post),
-            ]
+            ],
         )
+
+    async def _let_in(self, request: Request, answer: RequestResponseEndpoint) -> Response:
+        if self.key and request.url.path != "/health" and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": "Unauthorized"}, status_code=401)
+        return await answer(request)
 
     async def _health(self, _: Request) -> Response:
         return PlainTextResponse("")

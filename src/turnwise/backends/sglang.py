@@ -47,7 +47,7 @@ SIZES = {
 }
 """Options of the section `rollout`, and the arguments of the server that mean the same."""
 OWN_ARGUMENTS = (
-    *("--model-path", "--host", "--port", "--tp-size"),
+    *("--model-path", "--host", "--port", "--tp-size", "--api-key"),
     *("--enable-lora", "--max-lora-rank", "--lora-target-modules"),
 )
 """Arguments that the run itself depends on."""
@@ -69,14 +69,21 @@ class SglangDialect(ServerDialect):
     """Talks to one SGLang server."""
 
     def __init__(
-        self, url: str, *, temperature: float = 1.0, kv_across_updates: str = "recompute", sleeps: bool = False
+        self,
+        url: str,
+        *,
+        temperature: float = 1.0,
+        kv_across_updates: str = "recompute",
+        sleeps: bool = False,
+        key: str = "",
     ) -> None:
         """Args:
         temperature: What the run samples at; the server is asked whether it returns logprobs at that temperature.
         sleeps: It gives memory back while the trainer learns; a server that cannot is refused.
+        key: The server's API key, if it has one.
         """
         super().__init__(url)
-        self._server = JsonServer(url)
+        self._server = JsonServer(url, key=key)
         self._temperature = temperature
         self._pause_mode = PAUSE_MODES[kv_across_updates]
         self._sleeps = sleeps
@@ -266,6 +273,7 @@ class SglangPublisher(ServerPublisher):
             temperature=rollout.temperature,
             kv_across_updates=rollout.kv_across_updates,
             sleeps=rollout.placement == "colocated",
+            key=self.server_key,
         )
 
     def server_command(self) -> ServerCommand:

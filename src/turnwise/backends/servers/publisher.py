@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import os
 import time
 import uuid
 import weakref
@@ -25,6 +26,7 @@ from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.fleet import Fleet, Revive
 from turnwise.backends.servers.fleet_figures import FleetStats, FleetTimes
+from turnwise.backends.servers.http import KEY_VARIABLE
 from turnwise.backends.servers.launch import OwnSampler, OwnServer, ServerCommand
 from turnwise.backends.servers.probe import ModelProbe
 from turnwise.backends.servers.served_files import copy_files
@@ -426,6 +428,11 @@ class ServerPublisher(FleetPublisher):
     def start_directory(self) -> Path:
         """What a server of our own is started with: the base model, or the newest whole weights."""
         return self._newest_whole or self.setup.model_directory
+
+    @property
+    def server_key(self) -> str:
+        """The API key of servers with an address; one of our own has none."""
+        return os.environ.get(KEY_VARIABLE, "") if self.setup.rollout.url else ""
 
     async def start_servers(self) -> Sequence[str]:
         return self.setup.rollout.url or (await self._start_own(),)

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from sglang_stub import SglangStub, sglang_stubs
 from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights
+from turnwise.backends.servers.http import KEY_VARIABLE
 from turnwise.backends.sglang import SglangDialect, SglangPublisher
 from turnwise.client.base import ApiFuture, TrainingClient
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
@@ -127,6 +128,24 @@ async def test_files_are_served_without_a_trainer(stubs: list[SglangStub], tmp_p
             base_model="tiny"
         ).get_tokenizer().encode("one")
     assert not stubs[0].adapters
+
+
+async def test_a_server_with_an_api_key_is_used_with_the_key_in_the_environment_and_named_without_it(
+    stubs: list[SglangStub], tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs[0].key = "a-secret"
+    try:
+        for key, words in {"": "wants an API key", "another": "does not take the key"}.items():
+            monkeypatch.setenv(KEY_VARIABLE, key)
+            async with make_publisher([stubs[0].url], tmp_path, tiny_dir) as publisher:
+                with pytest.raises(ConfigError, match=f"{stubs[0].url}.* {words}.* TURNWISE_SERVER_KEY to its key"):
+                    await publisher.serve(None)
+        monkeypatch.setenv(KEY_VARIABLE, "a-secret")
+        async with make_publisher([stubs[0].url], tmp_path, tiny_dir) as publisher:
+            sampler = await publisher.serve(None)
+            assert (await sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=2))).sequences[0].tokens
+    finally:
+        stubs[0].key = ""
 
 
 class TrainerOnAFullDisk(RecordingTrainer):
