@@ -88,6 +88,8 @@ class SglangDialect(ServerDialect):
         self._pause_mode = PAUSE_MODES[kv_across_updates]
         self._sleeps = sleeps
         self._aborts: set[asyncio.Task[None]] = set()
+        self._known: set[str] = set()
+        """SGLang's names of the weights that it had when it was let in, and of those that came from here."""
 
     async def facts(self) -> ServerFacts:
         said = await self._server.get("/model_info", deadline_s=CHECK_S)
@@ -96,6 +98,7 @@ class SglangDialect(ServerDialect):
         facts = cast("dict[str, Any]", said)
         if facts.get("is_generation") is False:
             raise ConfigError(f"the SGLang server at {self.url} serves {facts['model_path']}, which does not generate")
+        self._known = {str(facts["weight_version"])} if "weight_version" in facts else set()
         await self._check_temperature()
         info = await self._info()
         if self._sleeps and not info.get("enable_memory_saver"):
@@ -160,6 +163,7 @@ class SglangDialect(ServerDialect):
         try:
             said = await self._server.post("/update_weights_from_disk", body, deadline_s=UPDATE_S)
             self._check_success(said, f"update the weights to version {version}")
+            self._known.add(str(version))
         finally:
             await self._server.post("/continue_generation", {}, deadline_s=CHECK_S)
 
@@ -201,7 +205,18 @@ class SglangDialect(ServerDialect):
             raise
         if not isinstance(said, dict) or not isinstance(said.get("meta_info"), dict):
             raise ServerGoneError(f"{self.url}/generate returned no meta_info: {str(said)[:200]!r}")
-        return cast("dict[str, Any]", said)
+        answer = cast("dict[str, Any]", said)
+        self._check_weights(answer["meta_info"].get("weight_versions") or ())
+        return answer
+
+    def _check_weights(self, spans: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse what weights drew that somebody else brought: adapters were trained on others."""
+        others = [str(span.get("version")) for span in spans if str(span.get("version")) not in self._known]
+        if self._known and others:
+            raise ServerGoneError(
+                f"the server at {self.url} has other weights than when it was let in ({others[0]}): somebody replaced "
+                "them. Give each run that replaces weights servers of its own"
+            )
 
     def _abort(self, name: str) -> None:
         """End a request on the server, without waiting for it."""
