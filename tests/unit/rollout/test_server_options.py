@@ -84,3 +84,12 @@ def test_a_run_that_sampled_on_servers_can_be_played_elsewhere() -> None:
     assert note.endswith("for other servers: rollout.publish=weights, rollout.server_python=/x/python")
     with pytest.raises(ConfigError, match="server_python is not read with backend=local"):
         override_config(run, ["rollout.backend=local", "rollout.server_python=/x/python"])
+
+
+def test_a_server_gets_longer_for_replies_that_may_be_longer() -> None:
+    def deadline_s(*options: str) -> float:
+        return load_config("guess_number", ["rollout.backend=vllm", *options]).rollout.reply_deadline_s
+
+    assert deadline_s() == 120
+    assert deadline_s("rollout.max_tokens_per_turn=1024") == 256
+    assert deadline_s("rollout.max_tokens_per_turn=1024", "rollout.server_deadline_s=30") == 30

@@ -62,7 +62,12 @@ class EngineFleet(FleetPublisher):
 
     def fleet_times(self) -> FleetTimes:
         deadline_s = self.setup.cluster.deadline_s
-        return FleetTimes(request_s=deadline_s, check_s=min(MAX_CHECK_S, deadline_s), load_s=max(120.0, deadline_s))
+        return FleetTimes(
+            request_s=deadline_s,
+            request_option="cluster.deadline_s",
+            check_s=min(MAX_CHECK_S, deadline_s),
+            load_s=max(120.0, deadline_s),
+        )
 
 
 class SeparateSamplers(EngineFleet):

@@ -19,7 +19,7 @@ from typing import Any
 
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts, as_sleeper, bring_weights
 from turnwise.backends.servers.fleet_figures import FleetStats, FleetTimes
-from turnwise.backends.servers.http import ServerGoneError
+from turnwise.backends.servers.http import ServerGoneError, ServerLateError
 from turnwise.backends.servers.probe import Probe, check_answer
 from turnwise.backends.servers.routing import KnownPrefix, PrefixRoutes
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
@@ -29,9 +29,10 @@ from turnwise.types import SampledSequence, SampleRequest, SampleResponse
 Revive = Callable[[str, bool], Awaitable[bool]]
 """Starts the server at an address again if it does not answer, or, by the second argument, if it is known to be stuck
 whatever it says; returns whether it did."""
-MAX_TRIES, MAX_SCORING_TRIES = 4, 2
+MAX_TRIES, MAX_SCORING_TRIES, MAX_LATE_TRIES = 4, 2, 2
 """Servers that one request is sent to before it fails. A vLLM on a CPU may end when a prompt is scored beside requests
-of another process; such a request must not end a whole fleet."""
+of another process; such a request must not end a whole fleet. A reply that is late twice is too long for the deadline.
+"""
 NUM_MISSED_CHECKS = 2
 """Health checks in a row without an answer that take a server out."""
 CANCEL_GRACE_S = 1.0
@@ -222,7 +223,9 @@ class Fleet:
             except ServerGoneError as error:
                 self._take_out(server, str(error))
                 failed.append(server.url)
-                if len(failed) >= (MAX_SCORING_TRIES if request.include_prompt_logprobs else MAX_TRIES):
+                most = MAX_SCORING_TRIES if request.include_prompt_logprobs else MAX_TRIES
+                most = MAX_LATE_TRIES if isinstance(error, ServerLateError) else most
+                if len(failed) >= most:
                     raise ServiceError(f"{len(failed)} servers failed this request; the last one: {error}") from error
                 self.stats.num_retries += 1
                 continue
@@ -280,7 +283,8 @@ class Fleet:
                 return work.result()
             if server.lost.done():
                 raise ServerGoneError(f"{server.url} is gone: {server.why_out}")
-            raise ServerGoneError(f"{server.url} gave no answer within {self.times.request_s:g} s")
+            limit = f"{self.times.request_s:g} s ({self.times.request_option})"
+            raise ServerLateError(f"{server.url} gave no answer within {limit}")
         finally:
             server.num_running -= 1
             await _cancel_all([work])

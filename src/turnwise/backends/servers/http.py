@@ -25,6 +25,10 @@ class ServerGoneError(ServiceError):
         """Whether nothing listens at its address."""
 
 
+class ServerLateError(ServerGoneError):
+    """A server gave no reply in time. It hangs, or it is slow."""
+
+
 class ServerKeyError(ServerGoneError, ConfigError):
     """A server takes requests with an API key only, and ours is missing or another one."""
 

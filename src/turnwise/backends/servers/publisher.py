@@ -133,7 +133,7 @@ class FleetPublisher(Publisher):
     def fleet_times(self) -> FleetTimes:
         """The deadlines of the fleet; asked when the servers have started."""
         rollout = self.setup.rollout
-        return FleetTimes(request_s=rollout.server_deadline_s, wait_s=rollout.server_wait_s)
+        return FleetTimes(request_s=rollout.reply_deadline_s, wait_s=rollout.server_wait_s)
 
     def check_facts(self, url: str, facts: ServerFacts) -> None:
         """Refuse a server whose model cannot be the run's, or is not the one that it had before."""

@@ -248,6 +248,20 @@ async def test_a_server_that_accepts_and_never_answers_is_left_at_the_deadline_a
         await until(lambda: fleet.num_ready == 2)
 
 
+class Slow(ServerInMemory):
+    """Draws one token in time, and no long reply."""
+
+    async def generate(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
+        self.draw_s = 60.0 if request.sampling_params.max_tokens != 1 else 0.0
+        return await super().generate(request, weights)
+
+
+async def test_a_reply_that_is_too_long_for_the_deadline_fails_with_the_option_that_sets_it() -> None:
+    async with running([Slow(f"http://s{index}") for index in range(4)]) as fleet:
+        with pytest.raises(ServiceError, match=r"2 servers failed.*within 0\.4 s \(rollout\.server_deadline_s\)"):
+            await fleet.generate(prompt(1), BASE)
+
+
 async def test_a_version_counts_as_published_without_a_server_that_lags_which_is_not_asked_for_it() -> None:
     servers = make_servers(2)
     async with running(servers) as fleet:
