@@ -20,6 +20,8 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -46,10 +48,14 @@ class SglangStub:
 
     service: ServiceClient
     model: str = "tiny"
+    name: str = "tiny"
+    """What it says that it serves."""
     adapters: dict[str, str] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """What `/generate` was asked, without probes."""
     aborted: list[str] = field(default_factory=list)
+    num_asked: int = 0
+    """How often it was asked what it serves."""
     num_answered: int = 0
     num_probes: int = 0
     """Answers to the three tokens that a fleet asks a server for before it sends it anything."""
@@ -65,6 +71,8 @@ class SglangStub:
     chunk: int = 0
     """Tokens that are drawn between two looks at the pause; 0: all."""
     vocab_size: int | None = None
+    key: str = ""
+    """Started with --api-key."""
     has_memory_saver: bool = True
     """Started with --enable-memory-saver."""
     sleeps: list[float] = field(default_factory=list)
@@ -129,6 +137,7 @@ class SglangStub:
     def _app(self) -> Starlette:
         post = ["POST"]
         return Starlette(
+            middleware=[Middleware(BaseHTTPMiddleware, dispatch=self._let_in)],
             routes=[
                 Route("/health", self._health),
                 Route("/model_info", self._model_info),
@@ -142,19 +151,25 @@ class SglangStub:
                 Route("/pause_generation", self._pause, methods=post),
                 Route("/continue_generation", self._continue, methods=post),
                 Route("/update_weights_from_disk", self._update, methods=post),
-            ]
+            ],
         )
+
+    async def _let_in(self, request: Request, answer: RequestResponseEndpoint) -> Response:
+        if self.key and request.url.path != "/health" and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": "Unauthorized"}, status_code=401)
+        return await answer(request)
 
     async def _health(self, _: Request) -> Response:
         return PlainTextResponse("")
 
     async def _model_info(self, _: Request) -> Response:
-        said = {"model_path": self.model, "served_model_name": self.model, "is_generation": True}
+        self.num_asked += 1
+        said = {"model_path": self.name, "served_model_name": self.name, "is_generation": True}
         more = {} if self.vocab_size is None else {"vocab_size": self.vocab_size}
         return JSONResponse({**said, "weight_version": self._versions[-1], **more})
 
     async def _server_info(self, _: Request) -> Response:
-        return JSONResponse({"model_path": self.model, "enable_memory_saver": self.has_memory_saver})
+        return JSONResponse({"model_path": self.name, "enable_memory_saver": self.has_memory_saver})
 
     async def _release(self, request: Request) -> Response:
         assert (await request.json())["tags"] == ["kv_cache"], "weights that SGLang releases are lost"

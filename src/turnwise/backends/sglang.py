@@ -46,7 +46,10 @@ SIZES = {
     "tensor_parallel_size": "--tp-size",
 }
 """Options of the section `rollout`, and the arguments of the server that mean the same."""
-OWN_ARGUMENTS = ("--model-path", "--host", "--port", "--enable-lora", "--max-lora-rank", "--lora-target-modules")
+OWN_ARGUMENTS = (
+    *("--model-path", "--host", "--port", "--tp-size", "--api-key"),
+    *("--enable-lora", "--max-lora-rank", "--lora-target-modules"),
+)
 """Arguments that the run itself depends on."""
 RELEASED = ("kv_cache",)
 """What a server gives back while the trainer learns, in SGLang's words."""
@@ -66,18 +69,27 @@ class SglangDialect(ServerDialect):
     """Talks to one SGLang server."""
 
     def __init__(
-        self, url: str, *, temperature: float = 1.0, kv_across_updates: str = "recompute", sleeps: bool = False
+        self,
+        url: str,
+        *,
+        temperature: float = 1.0,
+        kv_across_updates: str = "recompute",
+        sleeps: bool = False,
+        key: str = "",
     ) -> None:
         """Args:
         temperature: What the run samples at; the server is asked whether it returns logprobs at that temperature.
         sleeps: It gives memory back while the trainer learns; a server that cannot is refused.
+        key: The server's API key, if it has one.
         """
         super().__init__(url)
-        self._server = JsonServer(url)
+        self._server = JsonServer(url, key=key)
         self._temperature = temperature
         self._pause_mode = PAUSE_MODES[kv_across_updates]
         self._sleeps = sleeps
         self._aborts: set[asyncio.Task[None]] = set()
+        self._known: set[str] = set()
+        """SGLang's names of the weights that it had when it was let in, and of those that came from here."""
 
     async def facts(self) -> ServerFacts:
         said = await self._server.get("/model_info", deadline_s=CHECK_S)
@@ -86,6 +98,7 @@ class SglangDialect(ServerDialect):
         facts = cast("dict[str, Any]", said)
         if facts.get("is_generation") is False:
             raise ConfigError(f"the SGLang server at {self.url} serves {facts['model_path']}, which does not generate")
+        self._known = {str(facts["weight_version"])} if "weight_version" in facts else set()
         await self._check_temperature()
         info = await self._info()
         if self._sleeps and not info.get("enable_memory_saver"):
@@ -150,6 +163,7 @@ class SglangDialect(ServerDialect):
         try:
             said = await self._server.post("/update_weights_from_disk", body, deadline_s=UPDATE_S)
             self._check_success(said, f"update the weights to version {version}")
+            self._known.add(str(version))
         finally:
             await self._server.post("/continue_generation", {}, deadline_s=CHECK_S)
 
@@ -191,7 +205,18 @@ class SglangDialect(ServerDialect):
             raise
         if not isinstance(said, dict) or not isinstance(said.get("meta_info"), dict):
             raise ServerGoneError(f"{self.url}/generate returned no meta_info: {str(said)[:200]!r}")
-        return cast("dict[str, Any]", said)
+        answer = cast("dict[str, Any]", said)
+        self._check_weights(answer["meta_info"].get("weight_versions") or ())
+        return answer
+
+    def _check_weights(self, spans: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse what weights drew that somebody else brought: adapters were trained on others."""
+        others = [str(span.get("version")) for span in spans if str(span.get("version")) not in self._known]
+        if self._known and others:
+            raise ServerGoneError(
+                f"the server at {self.url} has other weights than when it was let in ({others[0]}): somebody replaced "
+                "them. Give each run that replaces weights servers of its own"
+            )
 
     def _abort(self, name: str) -> None:
         """End a request on the server, without waiting for it."""
@@ -263,6 +288,7 @@ class SglangPublisher(ServerPublisher):
             temperature=rollout.temperature,
             kv_across_updates=rollout.kv_across_updates,
             sleeps=rollout.placement == "colocated",
+            key=self.server_key,
         )
 
     def server_command(self) -> ServerCommand:

@@ -23,6 +23,7 @@ from turnwise.backends.servers.launch import ServerCommand
 from turnwise.backends.servers.publisher import ServerPublisher
 from turnwise.backends.servers.python import check_own_server, server_python, size_arguments
 from turnwise.backends.servers.served_files import read_rank
+from turnwise.backends.servers.vllm_calls import VllmHttp
 from turnwise.backends.servers.vllm_dialect import VllmDialect, VllmUse
 from turnwise.backends.servers.vllm_transfer import ARGUMENT, BACKEND, VARIABLE
 from turnwise.client.base import SamplingClient
@@ -48,7 +49,10 @@ MIN_CPU_BATCH = 4096
 """Tokens of one step of a server on a CPU, at least."""
 CPU_CACHE_GIB = 2
 """KV cache of a server on a CPU where the config does not say."""
-OWN_ARGUMENTS = ("--model", "--host", "--port", "--served-model-name", "--enable-lora", "--logprobs-mode", ARGUMENT)
+OWN_ARGUMENTS = (
+    *("--model", "--host", "--port", "--served-model-name", "--enable-lora", "--logprobs-mode"),
+    *("--tensor-parallel-size", "--api-key", ARGUMENT),
+)
 """Arguments that the run itself depends on."""
 
 
@@ -93,7 +97,7 @@ class VllmPublisher(ServerPublisher):
             )
 
     def make_dialect(self, url: str) -> ServerDialect:
-        return VllmDialect(url, self.use())
+        return VllmDialect(url, self.use(), VllmHttp(url, key=self.server_key))
 
     def use(self) -> VllmUse:
         """How the run uses each of its servers."""
@@ -155,6 +159,7 @@ class VllmPublisher(ServerPublisher):
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_API_KEY": "",  # it listens on the loopback device alone, and our requests have no key
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": "",  # ours is for another Python
         }

@@ -26,10 +26,10 @@ from turnwise.backends.servers import reaper
 from turnwise.backends.servers.dialect import ServerDialect
 from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
 from turnwise.backends.servers.launch import MAX_STARTS, QUIET_S
-from turnwise.backends.servers.python import check_arguments, check_module
+from turnwise.backends.servers.python import check_arguments, check_module, size_arguments
 from turnwise.backends.servers.vllm_calls import ASK_S, GENERATE_S, LOAD_S, VllmCalls, VllmModel
 from turnwise.backends.servers.vllm_dialect import VllmDialect
-from turnwise.backends.vllm import MODULE, OWN_ARGUMENTS, VllmPublisher
+from turnwise.backends.vllm import MODULE, OWN_ARGUMENTS, SIZES, VllmPublisher
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.config import RolloutConfig
 from turnwise.runtime.pending_calls import PENDING_CALLS
@@ -88,11 +88,12 @@ class VllmEngine:
         with PENDING_CALLS.listed("vLLM", f"start ({self._log})", self._start_s, is_reason=True):
             self._engine = await asyncio.to_thread(self._create)
 
-    async def revive(self) -> bool:
-        with contextlib.suppress(ServerGoneError, TimeoutError):
-            async with asyncio.timeout(QUIET_S):  # it runs: does it answer?
-                await self.engine.is_paused()
-                return False
+    async def revive(self, *, is_stuck: bool = False) -> bool:
+        if not is_stuck:
+            with contextlib.suppress(ServerGoneError, TimeoutError):
+                async with asyncio.timeout(QUIET_S):  # it runs: does it answer?
+                    await self.engine.is_paused()
+                    return False
         await self.stop()
         await self.start()
         return True
@@ -296,7 +297,7 @@ class VllmInProcessPublisher(VllmPublisher):
 
     @classmethod
     def describe(cls, rollout: RolloutConfig) -> str:
-        return f"vLLM in this process {' '.join(rollout.server_args)}".rstrip()
+        return " ".join(["vLLM in this process", *size_arguments(rollout, SIZES), *rollout.server_args])
 
     def make_own(self) -> VllmEngine:
         self.check_device()

@@ -11,6 +11,9 @@ from turnwise.rollout.server_options import SHARED_OPTIONS
 if TYPE_CHECKING:
     from turnwise.config.config import Config
 
+READS_WHOLE = ("vllm", "vllm_in_process")
+"""Other people's samplers that take whole weights with `rollout.publish=weights`."""
+
 
 def check_stored(config: Config) -> None:
     """Refuse options that only apply to attempts played for training, if the method reads stored data."""
@@ -153,9 +156,9 @@ def check_play(config: Config) -> None:
         )
     if engine.speculation != "none":
         _check_speculation(config)
-    if config.model.train == "full" and rollout.backend in ("vllm", "sglang") and rollout.publish == "adapter":
+    if config.model.train == "full" and rollout.backend in READS_WHOLE and rollout.publish == "adapter":
         raise ValueError(
-            "rollout.publish=adapter brings an adapter to the servers, and model.train=full trains all weights; set "
+            "rollout.publish=adapter brings an adapter to the sampler, and model.train=full trains all weights; set "
             "rollout.publish=weights"
         )
     for name in SHARED_OPTIONS if rollout.backend == "local" else ():

@@ -16,7 +16,11 @@ from turnwise.rollout.server_options import ServerOptions
 DEFAULT_TURNS, DEFAULT_TOKENS, DEFAULT_CONTEXT = 8, 256, 4096
 """Bounds if neither the config nor the world or the model has one: turns, tokens of a reply and of an attempt."""
 
-SERVER_BACKENDS = ("sglang", "vllm")
+MIN_REPLY_S, TOKEN_S = 120.0, 0.25
+"""What a server gets for a reply, in all and for each of its tokens, where `server_deadline_s` does not say."""
+
+SERVER_BACKENDS = ("sglang", "vllm", "vllm_in_process")
+"""Backends of other people's samplers."""
 
 
 class RolloutConfig(RolloutLimits, ServerOptions):
@@ -25,8 +29,9 @@ class RolloutConfig(RolloutLimits, ServerOptions):
     backend: str = Field(
         default="local",
         min_length=1,
-        description="What samples: `local` is the engine in this process, `vllm` or `sglang` a server; your own "
-        "backend is `module:Class` or `path/to/file.py:Class` (docs/backends.md).",
+        description="What samples: `local` is the engine in this process, `vllm` or `sglang` a server, "
+        "`vllm_in_process` vLLM's engine without one; your own backend is `module:Class` or `path/to/file.py:Class` "
+        "(docs/backends.md).",
     )
     use_conversation_multi_turn: bool = Field(
         default=True,
@@ -153,6 +158,12 @@ class RolloutConfig(RolloutLimits, ServerOptions):
         for name in ("max_turns", "max_tokens_per_turn", "max_trajectory_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}=0 is for the world to fill in; set it, or play config.for_world(world)")
+
+    @property
+    def reply_deadline_s(self) -> float:
+        """Seconds that one server gets for one reply. It comes in one piece, so a slow server looks like one that
+        hangs until then; a reply may have 4 tokens a second."""
+        return self.server_deadline_s or max(MIN_REPLY_S, TOKEN_S * self.max_tokens_per_turn)
 
     @property
     def smallest_group(self) -> int:

@@ -30,9 +30,10 @@ class ServerOptions(Section):
         "that samples on a server starts its own.",
     )
     server_deadline_s: float = Field(
-        default=120.0,
-        gt=0,
-        description="Seconds that one server gets for one reply; then another server gets the request.",
+        default=0.0,
+        ge=0,
+        description="Seconds that one server gets for one reply; then another server gets the request. 0: 120, or 0.25 "
+        "for each token that a reply may have, whichever is more.",
     )
     server_wait_s: float = Field(
         default=60.0,

@@ -12,6 +12,8 @@ from turnwise.models.facts import ModelFacts, is_tied
 
 READS_MEMORY = ("vllm", "vllm_in_process")
 """Backends whose servers can read the memory of another process."""
+SPREADS = ("--pipeline-parallel", "-pp", "--pipeline_parallel", "--data-parallel", "--data_parallel", "-dp")
+"""Arguments of vLLM that need several GPUs begin so."""
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
@@ -40,6 +42,9 @@ def _why_not_ipc(config: Config, facts: ModelFacts) -> str:
             return f"the server at {url} is on another machine; expected one at http://127.0.0.1"
     if rollout.tensor_parallel_size > 1:
         return f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} spreads the server over several GPUs"
+    for name in rollout.server_args:
+        if name.startswith(SPREADS):
+            return f"{name} in rollout.server_args spreads the server over several GPUs"
     if model.train == "lora" and model.train_unembed and is_tied(facts.directory):
         return (
             "the model's output head shares its embedding's weights, and the adapter changes the head alone, which the "

@@ -105,6 +105,12 @@ def test_what_is_no_backend_is_refused_with_what_to_do() -> None:
         find_publisher("json:dumps")
 
 
+def test_a_plan_says_how_an_engine_in_this_process_is_sized() -> None:
+    options = ["rollout.backend=vllm_in_process", "rollout.max_num_seqs=7", "rollout.server_args=--seed 3"]
+    said = find_publisher("vllm_in_process").describe(load_config("guess_number", options).rollout)
+    assert said == "vLLM in this process --max-num-seqs 7 --seed 3"
+
+
 def test_the_certificate_allows_for_a_server_that_rounds_more_than_the_trainer(tmp_path: Path) -> None:
     for arguments, dtype in (((), None), (("--dtype", "bfloat16"), "bfloat16"), (("--dtype=half",), "half")):
         config = load_config("guess_number", ["rollout.backend=vllm"])

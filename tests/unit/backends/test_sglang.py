@@ -65,6 +65,9 @@ class Recorded:
         answer["meta_info"] |= changes
         self.answers = [answer]
         self.bodies: list[dict[str, Any]] = []
+        self.update: dict[str, Any] = ANSWERS["update_weights_from_disk"]
+        self.called: list[tuple[str, Any]] = []
+        """What else it was asked."""
 
     def app(self) -> Starlette:
         async def generate(request: Request) -> JSONResponse:
@@ -74,7 +77,19 @@ class Recorded:
         async def info(_: Request) -> JSONResponse:
             return JSONResponse(ANSWERS["model_info"])
 
-        return Starlette(routes=[Route("/generate", generate, methods=["POST"]), Route("/model_info", info)])
+        async def other(request: Request) -> JSONResponse:
+            name = request.url.path.removeprefix("/")
+            self.called.append((name, await request.json()))
+            return JSONResponse(self.update if name == "update_weights_from_disk" else ANSWERS[name])
+
+        others = ("pause_generation", "update_weights_from_disk", "continue_generation")
+        return Starlette(
+            routes=[
+                Route("/generate", generate, methods=["POST"]),
+                Route("/model_info", info),
+                *(Route(f"/{name}", other, methods=["POST"]) for name in others),
+            ]
+        )
 
 
 async def test_the_answers_of_a_real_server_become_ids_and_logprobs() -> None:
@@ -107,6 +122,49 @@ async def test_a_reply_that_was_aborted_on_the_server_is_continued_by_ids_and_ne
     assert response.sequences[0].tokens == [*first, *first]
     assert recorded.bodies[1]["input_ids"] == [*PROMPT, *first]
     assert recorded.bodies[1]["sampling_params"]["max_new_tokens"] == 6
+
+
+def retracted(**names: str) -> Recorded:
+    """A server that drew one reply with two weights, by the names that it gives them, or by ours."""
+    recorded = Recorded(**json.loads(json.dumps(ANSWERS["retracted"])))
+    (answer,) = recorded.answers
+    spans = answer["meta_info"]["weight_versions"]
+    num_drawn = spans[-1]["end"]
+    answer["output_ids"] = [5] * num_drawn
+    answer["meta_info"]["output_token_logprobs"] = [[-1.0, 5, None]] * num_drawn
+    for span in spans:
+        span["version"] = names.get(span["version"].replace("-", "_"), span["version"])
+    return recorded
+
+
+async def test_a_reply_that_was_retracted_for_new_weights_names_the_version_of_every_token() -> None:
+    request = SampleRequest(PROMPT, SamplingParams(max_tokens=60))
+    with serving(retracted(default="4", step_1="5").app()) as url:
+        async with talking(url) as dialect:
+            (sequence,) = (await dialect.generate(request, OWN)).sequences
+    assert sequence.versions == [4] * 8 + [5] * 52
+
+
+async def test_a_reply_of_weights_that_somebody_else_brought_blames_the_server() -> None:
+    with serving(retracted().app()) as url:
+        async with talking(url) as dialect:
+            await dialect.facts()  # it has the weights that it calls "default"
+            with pytest.raises(ServerGoneError, match=r"other weights than when it was let in \(step-1\)"):
+                await dialect.generate(SampleRequest(PROMPT, SamplingParams(max_tokens=60)), OWN)
+
+
+async def test_weights_are_read_from_a_directory_while_requests_are_paused(tmp_path: Path) -> None:
+    recorded, files = Recorded(), [tmp_path / "model-1.safetensors", tmp_path / "model-2.safetensors"]
+    with serving(recorded.app()) as url:
+        async with talking(url, kv_across_updates="keep") as dialect:
+            await dialect.replace_weights(files, 7)
+            names = ["pause_generation", "update_weights_from_disk", "continue_generation"]
+            assert [name for name, _ in recorded.called] == names
+            assert recorded.called[1][1] == {"model_path": str(tmp_path), "weight_version": "7", "flush_cache": False}
+            recorded.update = recorded.update | {"success": False, "message": "no such file"}
+            with pytest.raises(ServerRefusedError, match="could not update the weights to version 8: no such file"):
+                await dialect.replace_weights(files, 8)
+            assert recorded.called[-1][0] == "continue_generation", "the server goes on with what it has"
 
 
 async def test_answers_that_make_no_sense_blame_the_server() -> None:

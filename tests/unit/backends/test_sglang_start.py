@@ -54,6 +54,10 @@ class ServerArgs:
     def add_cli_args(parser):
         parser.add_argument("--schedule-policy")
         parser.add_argument("--host")
+        parser.add_argument("--tp-size", "--tensor-parallel-size", "-tp", type=int)
+        parser.add_argument("--seed", type=int)
+        parser.add_argument("--capture-sizes", nargs="+")
+        parser.add_argument("--quiet", action="store_true")
 """
 
 
@@ -128,8 +132,15 @@ def test_what_the_server_does_not_take_is_refused_by_name_before_anything_starts
         "server_args has --host, which the run sets itself": [mine, "rollout.server_args=--host 0.0.0.0"],
         "server_args has --max-lora-rank, which the run": [mine, "rollout.server_args=--max_lora_rank=4"],
         "rollout.backend=sglang publishes adapters only": [mine, "rollout.publish=weights"],
+        "server_args has -zz, which sglang does not take": [mine, "rollout.server_args=--seed 3 -zz 4"],
+        "has -tp, which the run sets itself; set rollout.tensor_parallel_size": [mine, "rollout.server_args=-tp 2"],
+        "has --tensor-parallel-size, which the run": [mine, "rollout.server_args=--tensor_parallel_size=2"],
+        "server_args has '4', which belongs to no argument": [mine, "rollout.server_args=--quiet 4"],
+        "server_args has 'other', which belongs to no": [mine, "rollout.server_args=--seed -3 other"],
+        "server_args has '5', which belongs to no": [mine, "rollout.server_args=--seed=3 5"],
     }
     for message, options in wrong.items():
         with pytest.raises(ConfigError, match=message):
             check(*options)
-    check(mine, "rollout.server_args=--schedule-policy lpm")
+    for fine in ("--schedule-policy lpm", "--seed -3 --capture-sizes 1 2 4 --quiet", "--seed=-3"):
+        check(mine, f"rollout.server_args={fine}")

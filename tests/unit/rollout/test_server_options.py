@@ -36,6 +36,8 @@ def test_arguments_of_a_server_are_a_text_a_list_or_a_mapping() -> None:
         ({"backend": "vllm", "weight_transfer": "ipc"}, "weight_transfer is not read with publish=adapter"),
         ({"weight_transfer": "ipc", "publish": "weights"}, "publish is not read with backend=local"),
         ({"backend": "vllm", "publish": "weights", "weight_transfer": "nccl"}, "weight_transfer=nccl is not offered"),
+        ({"backend": "vllm", "deterministic": True}, "deterministic is not read with backend=vllm"),
+        ({"backend": "vllm_in_process", "deterministic": True}, "deterministic is not read with backend=vllm_in_proc"),
     ],
 )
 def test_an_option_of_servers_that_nothing_would_read_is_refused(options: dict[str, Any], words: str) -> None:
@@ -55,8 +57,12 @@ def test_skyrls_sizes_reach_the_sampler_whichever_it_is() -> None:
     assert server.engine_in_use.max_num_seqs == Config().engine.max_num_seqs, "the trainer's engine is another one"
     with pytest.raises(ConfigError, match=r"rollout\.max_num_seqs=32 and engine\.max_num_seqs=8 are one option"):
         load_config("guess_number", [*sizes, "engine.max_num_seqs=8"])
-    with pytest.raises(ConfigError, match=r"set rollout\.publish=weights"):
-        load_config("guess_number", ["rollout.backend=vllm", "model.train=full"])
+
+
+def test_all_weights_are_published_as_weights_where_the_sampler_takes_them() -> None:
+    for backend in ("vllm", "vllm_in_process"):
+        with pytest.raises(ConfigError, match=r"set rollout\.publish=weights"):
+            load_config("guess_number", [f"rollout.backend={backend}", "model.train=full"])
 
 
 def test_a_run_that_sampled_on_servers_can_be_played_elsewhere() -> None:
@@ -78,3 +84,12 @@ def test_a_run_that_sampled_on_servers_can_be_played_elsewhere() -> None:
     assert note.endswith("for other servers: rollout.publish=weights, rollout.server_python=/x/python")
     with pytest.raises(ConfigError, match="server_python is not read with backend=local"):
         override_config(run, ["rollout.backend=local", "rollout.server_python=/x/python"])
+
+
+def test_a_server_gets_longer_for_replies_that_may_be_longer() -> None:
+    def deadline_s(*options: str) -> float:
+        return load_config("guess_number", ["rollout.backend=vllm", *options]).rollout.reply_deadline_s
+
+    assert deadline_s() == 120
+    assert deadline_s("rollout.max_tokens_per_turn=1024") == 256
+    assert deadline_s("rollout.max_tokens_per_turn=1024", "rollout.server_deadline_s=30") == 30

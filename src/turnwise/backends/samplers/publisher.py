@@ -11,12 +11,13 @@ import asyncio
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from turnwise.backends import BackendSetup
 from turnwise.backends.samplers.dialect import SamplerDialect
 from turnwise.backends.servers.dialect import ServerDialect
+from turnwise.backends.servers.fleet import Revive
 from turnwise.backends.servers.fleet_figures import FleetTimes
 from turnwise.backends.servers.publisher import FleetPublisher
 from turnwise.client.base import SamplingClient, TrainingClient
@@ -61,7 +62,12 @@ class EngineFleet(FleetPublisher):
 
     def fleet_times(self) -> FleetTimes:
         deadline_s = self.setup.cluster.deadline_s
-        return FleetTimes(request_s=deadline_s, check_s=min(MAX_CHECK_S, deadline_s), load_s=max(120.0, deadline_s))
+        return FleetTimes(
+            request_s=deadline_s,
+            request_option="cluster.deadline_s",
+            check_s=min(MAX_CHECK_S, deadline_s),
+            load_s=max(120.0, deadline_s),
+        )
 
 
 class SeparateSamplers(EngineFleet):
@@ -93,7 +99,7 @@ class SeparateSamplers(EngineFleet):
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(asyncio.to_thread(link.end) for link in links))
 
-    def find_reviver(self) -> Callable[[str], Awaitable[bool]] | None:
+    def find_reviver(self) -> Revive | None:
         return self._revive
 
     def fleet_times(self) -> FleetTimes:
@@ -119,7 +125,7 @@ class SeparateSamplers(EngineFleet):
         except OSError as cause:
             raise ServiceError(f"{_name(number)} did not start: {cause}") from cause
 
-    async def _revive(self, url: str) -> bool:
+    async def _revive(self, url: str, _is_stuck: bool) -> bool:
         """Start a sampler again that is gone, or does not answer."""
         number = _number(url)
         before = self._links.pop(number, None)

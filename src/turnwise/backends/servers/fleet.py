@@ -19,21 +19,27 @@ from typing import Any
 
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts, as_sleeper, bring_weights
 from turnwise.backends.servers.fleet_figures import FleetStats, FleetTimes
-from turnwise.backends.servers.http import ServerGoneError
+from turnwise.backends.servers.http import ServerGoneError, ServerLateError
+from turnwise.backends.servers.probe import Probe, check_answer
 from turnwise.backends.servers.routing import KnownPrefix, PrefixRoutes
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
 from turnwise.runtime.pending_calls import PENDING_CALLS
-from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from turnwise.types import SampledSequence, SampleRequest, SampleResponse
 
-MAX_TRIES, MAX_SCORING_TRIES = 4, 2
+Revive = Callable[[str, bool], Awaitable[bool]]
+"""Starts the server at an address again if it does not answer, or, by the second argument, if it is known to be stuck
+whatever it says; returns whether it did."""
+MAX_TRIES, MAX_SCORING_TRIES, MAX_LATE_TRIES = 4, 2, 2
 """Servers that one request is sent to before it fails. A vLLM on a CPU may end when a prompt is scored beside requests
-of another process; such a request must not end a whole fleet."""
+of another process; such a request must not end a whole fleet. A reply that is late twice is too long for the deadline.
+"""
 NUM_MISSED_CHECKS = 2
 """Health checks in a row without an answer that take a server out."""
 CANCEL_GRACE_S = 1.0
 """How long a cancelled call of a server may take to clean up."""
-PROBE = SampleRequest((1, 2, 3), SamplingParams(max_tokens=1, seed=0))
-"""What a server must answer before it takes requests: one that accepts and never answers stays out."""
+NUM_STUCK = 3
+"""Tries in a row to let a server in, on which it accepted requests and gave no answer, after which one that is ours is
+started again: it may say that it is well while its engine hangs."""
 
 
 class _Server:
@@ -58,6 +64,8 @@ class _Server:
         self.num_running = 0
         self.num_served = 0
         self.num_missed = 0
+        self.num_stuck = 0
+        """Tries in a row to let it in, on which something listened and did not answer."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the server is known to be gone: requests under way there are given up."""
 
@@ -82,16 +90,19 @@ class Fleet:
         *,
         times: FleetTimes,
         check_facts: Callable[[str, ServerFacts], None] = lambda _url, _facts: None,
-        revive: Callable[[str], Awaitable[bool]] | None = None,
+        probe: Probe | None = None,
+        revive: Revive | None = None,
     ) -> None:
         """Args:
         check_facts: Raises `ConfigError` where a server, named by its address, is not what the run needs.
-        revive: Starts a server again that does not answer, where it is ours to start; says whether it did.
+        probe: What a server must draw before it takes requests.
+        revive: Starts a server again that does not answer, where it is ours to start.
         """
         self.times = times
         self.stats = FleetStats()
         self._servers = [_Server(dialect) for dialect in dialects]
         self._check_facts = check_facts
+        self._probe = probe or Probe()
         self._revive = revive
         self._live: dict[str, ServedWeights] = {}
         """Published adapters that a request may still ask for, oldest first."""
@@ -208,11 +219,13 @@ class Fleet:
             self._routes.remember(weights.name, request.prompt, KnownPrefix(server.url, is_reply=False))
             try:
                 response = await self._try(server, request, weights)
-                _check(response, request, server.url)
+                check_answer(response, request, server.url)
             except ServerGoneError as error:
                 self._take_out(server, str(error))
                 failed.append(server.url)
-                if len(failed) >= (MAX_SCORING_TRIES if request.include_prompt_logprobs else MAX_TRIES):
+                most = MAX_SCORING_TRIES if request.include_prompt_logprobs else MAX_TRIES
+                most = MAX_LATE_TRIES if isinstance(error, ServerLateError) else most
+                if len(failed) >= most:
                     raise ServiceError(f"{len(failed)} servers failed this request; the last one: {error}") from error
                 self.stats.num_retries += 1
                 continue
@@ -229,7 +242,7 @@ class Fleet:
         for server in [server for server in self._servers if server.is_ready and server.has(weights)]:
             try:
                 answer = await self._try(server, request, weights)
-                _check(answer, request, server.url)
+                check_answer(answer, request, server.url)
                 drawn[server.url] = answer.sequences[0]
             except ServerGoneError as error:
                 self._take_out(server, str(error))
@@ -270,7 +283,8 @@ class Fleet:
                 return work.result()
             if server.lost.done():
                 raise ServerGoneError(f"{server.url} is gone: {server.why_out}")
-            raise ServerGoneError(f"{server.url} gave no answer within {self.times.request_s:g} s")
+            limit = f"{self.times.request_s:g} s ({self.times.request_option})"
+            raise ServerLateError(f"{server.url} gave no answer within {limit}")
         finally:
             server.num_running -= 1
             await _cancel_all([work])
@@ -320,12 +334,11 @@ class Fleet:
             server.loaded.clear()  # it may be another process than before
             for weights in self._missing(server):
                 await self._load(server, weights)
-            newest = list(self._live.values())[-1:] or [ServedWeights(version=0)]
-            async with asyncio.timeout(max(self.times.check_s, self.times.request_s / 4)):
-                _check(await server.dialect.generate(PROBE, newest[0]), PROBE, server.url)
+            await self._try_out(server)
         except (TimeoutError, ServiceError, ConfigError) as error:
             server.is_asleep &= not _is_unreachable(error)
             server.wrong = error if isinstance(error, ConfigError) else None
+            server.num_stuck = server.num_stuck + 1 if _is_stuck(error) else 0
             server.why_out = str(error) or "it does not answer"
             server.give_up_requests()
             await self._start_again(server)
@@ -333,17 +346,26 @@ class Fleet:
         if self._missing(server):
             server.wake.set()  # something was published meanwhile: load it first
             return
-        server.num_missed, server.is_ready = 0, True
+        server.num_missed, server.num_stuck, server.is_ready = 0, 0, True
         self.stats.num_returned += server.was_ready
         server.was_ready = True
         await self._tell()
+
+    async def _try_out(self, server: _Server) -> None:
+        """Have a server draw with the newest version, and compare."""
+        newest = list(self._live.values())[-1:] or [ServedWeights(version=0)]
+        request = self._probe.request
+        async with asyncio.timeout(max(self.times.check_s, self.times.request_s / 4)):
+            answer = await server.dialect.generate(request, newest[0])
+        check_answer(answer, request, server.url)
+        await self._probe.check(server.url, answer.sequences[0])
 
     async def _start_again(self, server: _Server) -> None:
         if self._revive is None or server.wrong is not None:
             return
         try:
-            if await self._revive(server.url):
-                server.is_asleep = False
+            if await self._revive(server.url, server.num_stuck >= NUM_STUCK):
+                server.is_asleep, server.num_stuck = False, 0
         except TurnwiseError as error:
             server.why_out = str(error)
 
@@ -456,16 +478,9 @@ class Fleet:
         return "; ".join(f"{server.url}: {server.why_out}" for server in self._servers)
 
 
-def _check(response: SampleResponse, request: SampleRequest, url: str) -> None:
-    """Refuse an answer that cannot be trained on: a logprob is never invented."""
-    if len(response.sequences) != request.num_samples:
-        raise ServerGoneError(f"{url} returned {len(response.sequences)} replies; {request.num_samples} were asked for")
-    for sequence in response.sequences:
-        num_logprobs = len(sequence.logprobs or ())
-        if not sequence.tokens or num_logprobs != len(sequence.tokens):
-            raise ServerGoneError(f"{url} returned {len(sequence.tokens)} tokens and {num_logprobs} logprobs")
-        if not all(math.isfinite(value) and value <= 1e-3 for value in sequence.logprobs or ()):
-            raise ServerGoneError(f"{url} returned a logprob that is none: not finite, or above 0")
+def _is_stuck(error: Exception) -> bool:
+    """Something listens there, and does not do what it is asked."""
+    return isinstance(error, TimeoutError | ServerGoneError) and not _is_unreachable(error)
 
 
 def _is_unreachable(error: Exception) -> bool:

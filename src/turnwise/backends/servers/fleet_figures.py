@@ -11,6 +11,8 @@ class FleetTimes:
 
     request_s: float = 120.0
     """Longest time of one request on one server, also if it has drawn a part of the reply by then."""
+    request_option: str = "rollout.server_deadline_s"
+    """The option that sets it, for errors."""
     wait_s: float = 60.0
     """How long to wait for a server when none can take a request, and for the first one at the start."""
     check_every_s: float = 2.0

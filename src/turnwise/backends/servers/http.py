@@ -10,6 +10,8 @@ from turnwise.runtime.network import tls_context
 
 MAX_WORDS = 400
 """Characters of a server's answer that an error quotes."""
+KEY_VARIABLE = "TURNWISE_SERVER_KEY"
+"""The environment variable with the API key of the servers at `rollout.url`. A key is never part of a config."""
 
 
 class ServerGoneError(ServiceError):
@@ -23,6 +25,14 @@ class ServerGoneError(ServiceError):
         """Whether nothing listens at its address."""
 
 
+class ServerLateError(ServerGoneError):
+    """A server gave no reply in time. It hangs, or it is slow."""
+
+
+class ServerKeyError(ServerGoneError, ConfigError):
+    """A server takes requests with an API key only, and ours is missing or another one."""
+
+
 class ServerRefusedError(ServiceError):
     """A server answered that it will not do this; another server of the same kind would say the same."""
 
@@ -34,8 +44,12 @@ class ServerRefusedError(ServiceError):
 class JsonServer:
     """One server's connections. Use it from one event loop."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, key: str = "") -> None:
+        """Args:
+        key: The API key that goes with every request; none for a server that wants none.
+        """
         self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client: Any = None
         self._is_closed = False
 
@@ -62,7 +76,7 @@ class JsonServer:
             self._client = _make_client(httpx, self.url)
         try:
             async with asyncio.timeout(deadline_s):
-                response = await self._client.request(method, address, json=body)
+                response = await self._client.request(method, address, json=body, headers=self._headers)
         except TimeoutError as cause:
             raise ServerGoneError(f"{address}: no answer within {deadline_s:g} s") from cause
         except (httpx.HTTPError, httpx.InvalidURL) as cause:
@@ -71,6 +85,9 @@ class JsonServer:
         if response.status_code >= 500 or response.status_code in (408, 429):
             words = _words(response.text)
             raise ServerGoneError(f"{address}: status {response.status_code}: {words}", response.status_code)
+        if response.status_code == 401:
+            why = f"does not take the key in {KEY_VARIABLE}" if self._headers else "wants an API key"
+            raise ServerKeyError(f"{address}: the server {why}; set the environment variable {KEY_VARIABLE} to its key")
         if response.status_code >= 300:
             words = _words(response.text)
             raise ServerRefusedError(f"{address}: status {response.status_code}: {words}", response.status_code)

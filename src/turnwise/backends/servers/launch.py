@@ -61,8 +61,9 @@ class OwnSampler(Protocol):
     async def start(self) -> None:
         """Start it, and wait until it is ready."""
 
-    async def revive(self) -> bool:
-        """Start it again if it ended, or if it runs and does not answer. Returns whether it was started."""
+    async def revive(self, *, is_stuck: bool = False) -> bool:
+        """Start it again if it ended, or if it runs and does not answer, or if it is known to be stuck whatever it
+        says. Returns whether it was started."""
         ...
 
     async def stop(self) -> None:
@@ -132,9 +133,8 @@ class OwnServer:
                 await self._end(self._process)
             raise
 
-    async def revive(self) -> bool:
-        """Start the server again if it ended, or if it runs and does not answer. Returns whether it was started."""
-        if self.is_alive:
+    async def revive(self, *, is_stuck: bool = False) -> bool:
+        if self.is_alive and not is_stuck:
             with contextlib.suppress(ServiceError):
                 await self._until_ready(QUIET_S)
                 return False

@@ -12,20 +12,23 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import os
 import time
 import uuid
 import weakref
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from turnwise.backends import BackendSetup, Publisher
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
-from turnwise.backends.servers.fleet import Fleet
+from turnwise.backends.servers.fleet import Fleet, Revive
 from turnwise.backends.servers.fleet_figures import FleetStats, FleetTimes
+from turnwise.backends.servers.http import KEY_VARIABLE
 from turnwise.backends.servers.launch import OwnSampler, OwnServer, ServerCommand
+from turnwise.backends.servers.probe import ModelProbe
 from turnwise.backends.servers.served_files import copy_files
 from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
 from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
@@ -35,17 +38,11 @@ from turnwise.client.shared_weights import SharedWeights
 from turnwise.errors import CheckpointError, ConfigError, DataError, ServiceError
 from turnwise.models.facts import is_tied, read_facts
 from turnwise.runtime.background_loop import BackgroundLoop
-from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SampleResponse, SamplingParams
+from turnwise.types import ModelInput, SampledSequence, SampleRequest, SampleResponse
 
 PREFIX = "turnwise"
 SERVED = "served"
 """The folder of the run's directory that holds what the servers have loaded."""
-MAX_MODEL_GAP = 0.25
-"""How far a server's logprobs may be from the trainer's, in nats on average. Rounding in bfloat16 or of quantized
-weights stays below a fifth of it; another model does not."""
-SENTENCE = "A quick check: two plus two is four, Paris is the capital of France, and water is wet."
-NUM_COMPARED = 32
-"""Tokens that a server draws to show which model it serves."""
 CLOSE_S = 10.0
 """How long unloading may take at the end of a run, in all."""
 
@@ -105,11 +102,10 @@ class FleetPublisher(Publisher):
         self._retiring: set[asyncio.Task[None]] = set()
         self._is_checked = False
         """Whether the servers' model was compared with the trainer's."""
+        self._probe = ModelProbe(setup.model_directory, setup.rollout.max_trajectory_tokens)
         self._publish_s = 0.0
         self._newest_whole: Path | None = None
         self._newest_shared: SharedWeights | None = None
-        self._models: dict[str, str] = {}
-        """What each server says that it serves, by address."""
         self._stats_before = FleetStats()
 
     @abstractmethod
@@ -129,18 +125,17 @@ class FleetPublisher(Publisher):
         """Stop what was started."""
         return
 
-    def find_reviver(self) -> Callable[[str], Awaitable[bool]] | None:
+    def find_reviver(self) -> Revive | None:
         """What starts the server at an address again, and says whether it did; None: they are not ours to start."""
         return None
 
     def fleet_times(self) -> FleetTimes:
         """The deadlines of the fleet; asked when the servers have started."""
         rollout = self.setup.rollout
-        return FleetTimes(request_s=rollout.server_deadline_s, wait_s=rollout.server_wait_s)
+        return FleetTimes(request_s=rollout.reply_deadline_s, wait_s=rollout.server_wait_s)
 
     def check_facts(self, url: str, facts: ServerFacts) -> None:
-        """Refuse a server whose model cannot be the run's."""
-        self._models[url] = facts.model
+        """Refuse a server whose model cannot be the run's, or is not the one that it had before."""
         model, wanted = read_facts(self.setup.model_directory), self.setup.rollout.max_trajectory_tokens
         if facts.vocabulary is not None and facts.vocabulary != model.vocab_size:
             raise ConfigError(
@@ -152,6 +147,8 @@ class FleetPublisher(Publisher):
                 f"the server at {url} reads at most {facts.context_length} tokens, and attempts may have {wanted} "
                 "(rollout.max_trajectory_tokens); start it with a longer context, or lower the option"
             )
+        if self.setup.rollout.url:  # a server of our own may read newer weights elsewhere
+            self._probe.check_name(url, facts.model)
 
     async def deliver(self, trainer: TrainingClient, version: int) -> SamplingClient:
         is_whole = self.setup.rollout.publish == "weights"
@@ -174,9 +171,8 @@ class FleetPublisher(Publisher):
         if is_whole:
             self._newest_whole = adapter
             await self._open()
-        client = await self._publish(ServedWeights(version=version, adapter=adapter, is_whole=is_whole))
-        await self._check_once(trainer, client.weights)
-        return client
+        weights = ServedWeights(version=version, adapter=adapter, is_whole=is_whole)
+        return await self._publish_checked(trainer, weights)
 
     async def _deliver_shared(self, trainer: TrainingClient, version: int) -> SamplingClient:
         """Have the servers read the whole weights in the trainer's memory. Nothing is written."""
@@ -188,11 +184,14 @@ class FleetPublisher(Publisher):
         shared = await trainer.share_weights()
         await self._open()
         place = self._served / self._new_name(version)
-        client = await self._publish(ServedWeights(version=version, adapter=place, is_whole=True, shared=shared))
-        if self._newest_shared is not None:
-            self._newest_shared.release()  # servers that come back ask for the newest weights alone
+        weights, before = (
+            ServedWeights(version=version, adapter=place, is_whole=True, shared=shared),
+            self._newest_shared,
+        )
+        client = await self._publish_checked(trainer, weights)
         self._newest_shared = shared
-        await self._check_once(trainer, client.weights)
+        if before is not None:
+            before.release()  # servers that come back ask for the newest weights alone
         return client
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
@@ -240,6 +239,7 @@ class FleetPublisher(Publisher):
         """Unload what this process published, and stop the servers that it started."""
         loop, fleet = self._loop, self._fleet
         self._loop = self._fleet = self._newest_shared = None
+        self._probe.take(None)
         try:
             if loop is not None and fleet is not None:
                 await loop.run(self._unload_all(fleet))
@@ -261,7 +261,8 @@ class FleetPublisher(Publisher):
 
     async def _start_fleet(self, addresses: Sequence[str]) -> Fleet:
         dialects = [self.make_dialect(url) for url in addresses]
-        fleet = Fleet(dialects, times=self.fleet_times(), check_facts=self.check_facts, revive=self.find_reviver())
+        times, reviver = self.fleet_times(), self.find_reviver()
+        fleet = Fleet(dialects, times=times, check_facts=self.check_facts, probe=self._probe, revive=reviver)
         try:
             await fleet.start()
         except BaseException:
@@ -318,28 +319,26 @@ class FleetPublisher(Publisher):
     def _not_written(self, version: int) -> str:
         return f"the adapter of version {version} could not be written under {self.setup.run_directory}"
 
-    async def _check_once(self, trainer: TrainingClient, weights: ServedWeights) -> None:
-        """Compare the servers' model with the trainer's, at the first publication."""
+    async def _publish_checked(self, trainer: TrainingClient, weights: ServedWeights) -> FleetSamplingClient:
+        """Publish, and refuse servers with another model: all at the first publication, and one that joins later or
+        comes back when it does."""
+        if self.setup.rollout.url:
+            self._probe.take(trainer)
+        client = await self._publish(weights)
         if not self._is_checked:
-            await self._check_model(trainer, weights)
+            await self._check_model(trainer, client.weights)
             self._is_checked = True
+        return client
 
     async def _check_model(self, trainer: TrainingClient, weights: ServedWeights) -> None:
-        """Refuse servers whose logprobs are not the trainer's: they serve another model under the right name."""
-        prompt, drawn = await self._draw_on_each(trainer.get_tokenizer(), weights)
-        for url, sequence in drawn.items():
-            ids = [*prompt, *sequence.tokens]
-            columns = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
-            datum = Datum(model_input=ModelInput.from_ints(ids[:-1]), loss_fn_inputs=columns)
-            output = await trainer.forward([datum], "cross_entropy")
-            expected = output.loss_fn_outputs[0]["logprobs"].tolist()[len(prompt) - 1 :]
-            self._compare(url, sequence, expected)
+        for url, sequence in (await self._draw_on_each(trainer.get_tokenizer(), weights))[1].items():
+            await self._probe.compare_with(trainer, url, sequence)
 
     async def _check_files(self, client: FleetSamplingClient, adapter: Path | None) -> None:
         """The same check where nothing is trained, because it must be certain which model is measured. It loads the
         model here too, so it runs only if the server's model has another name."""
         wanted = self.setup.model_directory.resolve().name.lower()
-        if all(Path(name).name.lower() == wanted for name in self._models.values()):
+        if all(Path(name).name.lower() == wanted for name in self._probe.models.values()):
             return
         service, model = self.setup.service, str(self.setup.model_directory)
         if service is None:
@@ -350,27 +349,16 @@ class FleetPublisher(Publisher):
         for url, sequence in drawn.items():
             ids = ModelInput.from_ints([*prompt, *sequence.tokens])
             expected = await local.compute_logprobs_async(ids)
-            self._compare(url, sequence, expected[len(prompt) :])
+            self._probe.compare(url, sequence, expected[len(prompt) :])
 
     async def _draw_on_each(
         self, tokenizer: Any, weights: ServedWeights
     ) -> tuple[list[int], dict[str, SampledSequence]]:
-        """A prompt, and what each server replies. Prompts are not scored: see `vllm_dialect.Turnstile`."""
+        """A prompt, and what each server replies."""
         assert self._loop is not None
         assert self._fleet is not None
-        limit = self.setup.rollout.max_trajectory_tokens
-        prompt: list[int] = tokenizer.encode(SENTENCE)[: max(1, limit // 2)]
-        params = SamplingParams(max_tokens=min(NUM_COMPARED, limit - len(prompt)), seed=0, stop=[])
-        return prompt, await self._loop.run(self._fleet.draw_on_each(SampleRequest(prompt, params), weights))
-
-    def _compare(self, url: str, sequence: SampledSequence, expected: Sequence[float]) -> None:
-        pairs = list(zip(sequence.logprobs or (), expected, strict=True))
-        gap = sum(abs(theirs - ours) for theirs, ours in pairs) / len(pairs)
-        if not gap <= MAX_MODEL_GAP:
-            raise ConfigError(
-                f"the server at {url} does not serve the run's model {self.setup.model_directory}: its logprobs of "
-                f"{len(pairs)} tokens are {gap:.2g} from ours on average; expected at most {MAX_MODEL_GAP}"
-            )
+        request = self._probe.request_by(tokenizer)
+        return list(map(int, request.prompt)), await self._loop.run(self._fleet.draw_on_each(request, weights))
 
     async def _publish(self, weights: ServedWeights) -> FleetSamplingClient:
         loop, fleet = self._loop, self._fleet
@@ -440,6 +428,11 @@ class ServerPublisher(FleetPublisher):
         """What a server of our own is started with: the base model, or the newest whole weights."""
         return self._newest_whole or self.setup.model_directory
 
+    @property
+    def server_key(self) -> str:
+        """The API key of servers with an address; one of our own has none."""
+        return os.environ.get(KEY_VARIABLE, "") if self.setup.rollout.url else ""
+
     async def start_servers(self) -> Sequence[str]:
         return self.setup.rollout.url or (await self._start_own(),)
 
@@ -447,7 +440,7 @@ class ServerPublisher(FleetPublisher):
         if self._own is not None:
             await self._own.stop()
 
-    def find_reviver(self) -> Callable[[str], Awaitable[bool]] | None:
+    def find_reviver(self) -> Revive | None:
         return None if self._own is None else self._revive_own
 
     def fleet_times(self) -> FleetTimes:
@@ -464,9 +457,9 @@ class ServerPublisher(FleetPublisher):
         self._start_s = time.monotonic() - started_s
         return self._own.url
 
-    async def _revive_own(self, _url: str) -> bool:
+    async def _revive_own(self, _url: str, is_stuck: bool) -> bool:
         assert self._own is not None
-        return await self._own.revive()
+        return await self._own.revive(is_stuck=is_stuck)
 
 
 def _prompt_logprobs(response: SampleResponse) -> list[float | None]:

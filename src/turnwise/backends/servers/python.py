@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from turnwise.errors import ConfigError
 from turnwise.models.directories import home
@@ -17,25 +20,49 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.runtime.suggest import did_you_mean
 
 FIND = "import importlib.util as u, sys; s = u.find_spec(sys.argv[1]); print(s.origin if s else '')"
+SAY = """
+def values(nargs):
+    return {None: 1, "?": 1}.get(nargs, nargs if isinstance(nargs, int) else -1)
+
+found = {}
+for action in parser._actions:
+    for name in action.option_strings:
+        found[name] = {"names": action.option_strings, "values": values(action.nargs)}
+print("ARGUMENTS " + json.dumps(found))
+"""
+"""Prints what a parser takes: all names of an argument, and how many values follow it (-1: any number)."""
 LIST_VLLM = """
-import json, sys
+import json
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 try:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
 except ImportError:
     from vllm.entrypoints.openai.cli_args import make_arg_parser
 parser = make_arg_parser(FlexibleArgumentParser())
-print("ARGUMENTS " + json.dumps(sorted(name for action in parser._actions for name in action.option_strings)))
 """
-"""Prints the arguments of a server; run by the server's own Python."""
+"""Makes a server's parser; run by the server's own Python."""
 LIST_SGLANG = """
 import argparse, json
 from sglang.srt.server_args import ServerArgs
 parser = argparse.ArgumentParser()
 ServerArgs.add_cli_args(parser)
-print("ARGUMENTS " + json.dumps(sorted(name for action in parser._actions for name in action.option_strings)))
 """
-LISTS = {"vllm": LIST_VLLM, "sglang": LIST_SGLANG}
+LISTS = {"vllm": LIST_VLLM + SAY, "sglang": LIST_SGLANG + SAY}
+LEVEL = re.compile(r"-O[0-9]?")
+"""vLLM's optimization level, which its parser rewrites before it reads anything."""
+INSTEAD = {"--tensor-parallel-size": "rollout.tensor_parallel_size", "--tp-size": "rollout.tensor_parallel_size"}
+"""Options that set arguments which are the run's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownArgument:
+    """One argument of a server."""
+
+    names: tuple[str, ...]
+    num_values: int
+    """How many values follow it; -1: any number."""
+
+
 FIND_S, LIST_S = 60.0, 300.0
 
 
@@ -79,35 +106,58 @@ def check_own_server(rollout: RolloutConfig, module: str, own: Sequence[str]) ->
 
 def check_arguments(python: str, module: str, given: Sequence[str], own: Sequence[str]) -> None:
     """Refuse arguments that the server does not take, and those that are the run's own, by name."""
-    names = [one.partition("=")[0].replace("_", "-") for one in given if one.startswith("--")]
-    for name in names:
-        if name in own:
-            raise ConfigError(f"rollout.server_args has {name}, which the run sets itself; leave it out")
-    if not names:
-        if given:
-            raise ConfigError(f"rollout.server_args={given[0]!r}; expected arguments such as --max-logprobs 5")
+    if not given:
         return
     known = known_arguments(python, module)
-    for name in names:
+    num_left = 0
+    for one in given:
+        if not _is_name(one, known):
+            if not num_left:
+                raise ConfigError(
+                    f"rollout.server_args has {one!r}, which belongs to no argument; expected arguments such as "
+                    "--max-logprobs 5"
+                )
+            num_left -= 1
+            continue
+        name, is_set, _ = one.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        if LEVEL.fullmatch(name):
+            num_left = 1 - len(name[2:])
+            continue
         # "--compilation-config.mode 3" sets one key of an argument that is a mapping
-        if name.partition(".")[0] not in known:
+        found = known.get(name.partition(".")[0])
+        taken = {name, *(found.names if found else ())} & set(own)
+        if taken:
+            instead = next((f"; set {INSTEAD[one]}" for one in taken if one in INSTEAD), "; leave it out")
+            raise ConfigError(f"rollout.server_args has {name}, which the run sets itself{instead}")
+        if found is None:
             near = did_you_mean(name, sorted(known))
             raise ConfigError(f"rollout.server_args has {name}, which {module} does not take{near}")
+        num_left = 0 if is_set else found.num_values
 
 
-def known_arguments(python: str, module: str) -> frozenset[str]:
-    """The names of all arguments that the server takes. Asking takes seconds, so the answer is kept in a file."""
+def _is_name(one: str, known: Mapping[str, KnownArgument]) -> bool:
+    """Whether a part of the command line names an argument; a negative number is a value, unless it names one."""
+    if not one.startswith("-") or one == "-":
+        return False
+    return one in known or re.fullmatch(r"-[0-9.]+(e-?[0-9]+)?", one) is None
+
+
+def known_arguments(python: str, module: str) -> Mapping[str, KnownArgument]:
+    """All arguments that the server takes, by name. Asking takes seconds, so the answer is kept in a file."""
     place = check_module(python, module)
-    stamp = f"{place} {Path(place).stat().st_mtime_ns} {_version(place)}"
+    stamp = f"{place} {Path(place).stat().st_mtime_ns} {_version(place)} {LISTS[module]}"
     file = home() / "servers" / f"{module}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.json"
     if not file.is_file():
-        said = _run(python, ["-c", LISTS[module]], LIST_S)
-        found = [line for line in said.stdout.splitlines() if line.startswith("ARGUMENTS ")]
+        told = _run(python, ["-c", LISTS[module]], LIST_S)
+        found = [line for line in told.stdout.splitlines() if line.startswith("ARGUMENTS ")]
         if not found:
-            raise ConfigError(f"{python} cannot list the arguments of {module}: {said.stderr.strip()[-400:]}")
+            raise ConfigError(f"{python} cannot list the arguments of {module}: {told.stderr.strip()[-400:]}")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(found[-1].removeprefix("ARGUMENTS "), encoding="utf-8")
-    return frozenset(json.loads(file.read_text(encoding="utf-8")))
+    said: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return {name: KnownArgument(tuple(one["names"]), int(one["values"])) for name, one in said.items()}
 
 
 @functools.cache

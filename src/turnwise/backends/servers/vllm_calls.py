@@ -126,9 +126,9 @@ class VllmCalls(ABC):
 class VllmHttp(VllmCalls):
     """Calls a vLLM server over HTTP."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, key: str = "") -> None:
         super().__init__(url)
-        self._server = JsonServer(url)
+        self._server = JsonServer(url, key=key)
 
     async def describe(self, needed: Collection[str]) -> VllmModel:
         described = await self._server.get("/openapi.json", deadline_s=ASK_S)

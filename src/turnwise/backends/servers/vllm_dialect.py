@@ -40,6 +40,8 @@ from turnwise.types import SampledSequence, SampleRequest, SampleResponse
 PUBLISHED = "turnwise"
 """Begins the name of every version of whole weights that a run brings."""
 PROBE_IDS = (1, 2, 3, 4)
+FLOOR = -9999.0
+"""What vLLM says for a logprob that is not finite, and for one that it does not have."""
 NUM_PROBED = 5
 """Best tokens whose logprobs tell whether the server heeds the temperature."""
 
@@ -245,7 +247,7 @@ class VllmDialect(ServerDialect):
     def _to_response(self, answer: Any, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         details = answer["usage"].get("prompt_tokens_details") or {}
-        prompt, topk = _prompt_logprobs(answer.get("prompt_logprobs"), request)
+        prompt, topk = _prompt_logprobs(answer.get("prompt_logprobs"), request, self.url)
         return SampleResponse(
             sequences=[self._to_sequence(choice, weights) for choice in choices],
             prompt_logprobs=prompt if request.include_prompt_logprobs else None,
@@ -262,7 +264,7 @@ class VllmDialect(ServerDialect):
         return SampledSequence(
             stop_reason=reason,
             tokens=tokens,
-            logprobs=[float(drawn["logprob"]) for drawn in choice["logprobs"]["content"]],
+            logprobs=[_logprob(drawn, self.url) for drawn in choice["logprobs"]["content"]],
             versions=None if weights.adapter_name is not None else versions,
         )
 
@@ -355,8 +357,16 @@ class VllmDialect(ServerDialect):
         return found
 
 
+def _logprob(found: Mapping[str, Any], url: str) -> float:
+    """A token's logprob; one that vLLM replaced by a number of its own blames the server."""
+    value = float(found["logprob"])
+    if value <= FLOOR:
+        raise ServerGoneError(f"{url} returned a logprob of {value:g}: it is not finite, or the server has none")
+    return value
+
+
 def _prompt_logprobs(
-    found: Sequence[Mapping[str, Any] | None] | None, request: SampleRequest
+    found: Sequence[Mapping[str, Any] | None] | None, request: SampleRequest, url: str
 ) -> tuple[list[float | None] | None, list[list[tuple[int, float]] | None] | None]:
     """The logprob of each prompt token, and of the likeliest tokens at its place."""
     if found is None:
@@ -365,7 +375,7 @@ def _prompt_logprobs(
     best: list[list[tuple[int, float]] | None] = [None]
     for token, place in zip(request.prompt[1:], found[1:], strict=True):
         assert place is not None
-        own.append(float(place[str(int(token))]["logprob"]))
+        own.append(_logprob(place[str(int(token))], url))
         ranked = sorted(place.items(), key=lambda item: item[1]["rank"])
         best.append([(int(one), float(value["logprob"])) for one, value in ranked[: request.topk_prompt_logprobs]])
     return own, best

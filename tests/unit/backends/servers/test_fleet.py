@@ -17,6 +17,7 @@ from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, Serv
 from turnwise.backends.servers.fleet import Fleet
 from turnwise.backends.servers.fleet_figures import FleetTimes
 from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
+from turnwise.backends.servers.probe import Probe
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams
 
@@ -134,8 +135,10 @@ class ServerInMemory(ServerDialect):
 
 
 @asynccontextmanager
-async def running(servers: Sequence[ServerInMemory], times: FleetTimes = TIMES) -> AsyncIterator[Fleet]:
-    fleet = Fleet(servers, times=times, check_facts=check_vocabulary)
+async def running(
+    servers: Sequence[ServerInMemory], times: FleetTimes = TIMES, probe: Probe | None = None
+) -> AsyncIterator[Fleet]:
+    fleet = Fleet(servers, times=times, check_facts=check_vocabulary, probe=probe)
     try:
         await fleet.start()
         for server in servers:
@@ -245,6 +248,20 @@ async def test_a_server_that_accepts_and_never_answers_is_left_at_the_deadline_a
         await until(lambda: fleet.num_ready == 2)
 
 
+class Slow(ServerInMemory):
+    """Draws one token in time, and no long reply."""
+
+    async def generate(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
+        self.draw_s = 60.0 if request.sampling_params.max_tokens != 1 else 0.0
+        return await super().generate(request, weights)
+
+
+async def test_a_reply_that_is_too_long_for_the_deadline_fails_with_the_option_that_sets_it() -> None:
+    async with running([Slow(f"http://s{index}") for index in range(4)]) as fleet:
+        with pytest.raises(ServiceError, match=r"2 servers failed.*within 0\.4 s \(rollout\.server_deadline_s\)"):
+            await fleet.generate(prompt(1), BASE)
+
+
 async def test_a_version_counts_as_published_without_a_server_that_lags_which_is_not_asked_for_it() -> None:
     servers = make_servers(2)
     async with running(servers) as fleet:
@@ -317,6 +334,53 @@ async def test_a_wrong_model_is_refused_at_the_start_and_a_server_that_returns_w
         servers[1].restart()
         await asyncio.sleep(0.2)
         assert fleet.num_ready == 1
+
+
+class SameModel(Probe):
+    """Knows the run's model by its logprobs."""
+
+    async def check(self, url: str, drawn: SampledSequence) -> None:
+        if list(drawn.logprobs or ()) != [-1.0, -1.0]:
+            raise ConfigError(f"{url} draws as another model does")
+
+
+async def test_what_a_server_draws_is_compared_whenever_it_comes_back_or_joins_late() -> None:
+    first, second, late = servers = make_servers(3)
+    late.is_dead, late.logprob = True, -2.0
+    async with running(servers, probe=SameModel()) as fleet:
+        await fleet.publish(version(1))
+        second.is_dead = True
+        await until(lambda: fleet.num_ready == 1)
+        second.logprob = -2.0
+        second.restart()
+        late.restart()
+        await asyncio.sleep(0.2)
+        assert fleet.num_ready == 1
+        await asyncio.gather(*(fleet.generate(prompt(number), version(1)) for number in range(4)))
+        assert len(first.asked) == 4, "nobody else is asked for the run"
+        second.logprob = late.logprob = -1.0
+        await until(lambda: fleet.num_ready == 3)
+
+
+async def test_a_server_that_says_it_is_well_and_never_draws_is_started_again_where_it_is_ours() -> None:
+    (server,) = servers = make_servers(1)
+    asked: list[bool] = []
+
+    async def revive(url: str, is_stuck: bool) -> bool:
+        assert url == server.url
+        asked.append(is_stuck)
+        server.is_hung &= not is_stuck
+        return is_stuck
+
+    fleet = Fleet(servers, times=replace(TIMES, wait_s=30.0), revive=revive)
+    try:
+        await fleet.start()
+        server.is_hung = True
+        answer = await fleet.generate(prompt(1), BASE)
+        assert answer.sequences[0].tokens == [7, 8], "the request waits for it"
+        assert asked == [False, False, True], "it gets some tries before it is ended"
+    finally:
+        await fleet.close()
 
 
 async def test_logprobs_that_are_none_are_refused_and_the_request_goes_elsewhere() -> None:

@@ -66,6 +66,10 @@ async def test_a_server_is_started_revived_at_the_same_address_and_stopped_with_
     assert "it listens" in server.log.read_text()
     assert not await server.revive()
     assert server.group_id == group, "one that answers is left alone"
+    assert await server.revive(is_stuck=True)
+    assert group_is_gone(group), "unless it is known to be stuck"
+    group = server.group_id
+    assert group is not None
     os.killpg(group, signal.SIGKILL)
     while server.is_alive:
         await asyncio.sleep(0.05)

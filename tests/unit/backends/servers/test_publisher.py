@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from sglang_stub import SglangStub, sglang_stubs
 from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights
+from turnwise.backends.servers.http import KEY_VARIABLE
 from turnwise.backends.sglang import SglangDialect, SglangPublisher
 from turnwise.client.base import ApiFuture, TrainingClient
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
@@ -129,6 +130,24 @@ async def test_files_are_served_without_a_trainer(stubs: list[SglangStub], tmp_p
     assert not stubs[0].adapters
 
 
+async def test_a_server_with_an_api_key_is_used_with_the_key_in_the_environment_and_named_without_it(
+    stubs: list[SglangStub], tmp_path: Path, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs[0].key = "a-secret"
+    try:
+        for key, words in {"": "wants an API key", "another": "does not take the key"}.items():
+            monkeypatch.setenv(KEY_VARIABLE, key)
+            async with make_publisher([stubs[0].url], tmp_path, tiny_dir) as publisher:
+                with pytest.raises(ConfigError, match=f"{stubs[0].url}.* {words}.* TURNWISE_SERVER_KEY to its key"):
+                    await publisher.serve(None)
+        monkeypatch.setenv(KEY_VARIABLE, "a-secret")
+        async with make_publisher([stubs[0].url], tmp_path, tiny_dir) as publisher:
+            sampler = await publisher.serve(None)
+            assert (await sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=2))).sequences[0].tokens
+    finally:
+        stubs[0].key = ""
+
+
 class TrainerOnAFullDisk(RecordingTrainer):
     def save_weights_for_sampler(self, name: str, *_: Any, **__: Any) -> ApiFuture[Any]:
         future: Future[Any] = Future()
@@ -171,6 +190,40 @@ async def test_a_server_with_another_model_is_refused_by_what_it_says_and_by_its
                     await publisher.publish(trainer, 0)
         finally:
             stubs[0].vocab_size = None
+
+
+async def test_a_server_that_comes_back_with_another_model_is_left_out_until_it_has_the_runs_own(
+    stubs: list[SglangStub], tmp_path: Path, tiny_dir: Path
+) -> None:
+    other = Path(shutil.copytree(tiny_dir, tmp_path / "other"))
+    weights = {name: value * np.float32(30) for name, value in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    stub = stubs[1]
+    with ServiceClient(data_dir=tmp_path) as service:
+        trainer = service.create_lora_training_client("tiny", rank=4, seed=1)
+        async with make_publisher([stub.url for stub in stubs], tmp_path, tiny_dir) as publisher:
+
+            def num_ready() -> float:
+                return publisher.take_metrics()["fleet/servers_ready"]
+
+            sampler = await publisher.publish(trainer, 0)
+
+            async def come_back(model: str, name: str) -> None:
+                stub.kill()
+                await until(lambda: num_ready() == 1)
+                stub.model, stub.name = model, name
+                stub.start()
+
+            for model, name in ((str(other), "tiny"), ("tiny", "renamed")):
+                before = stub.num_asked
+                await come_back(model, name)
+                await until(lambda: stub.num_asked >= before + 2)  # noqa: B023 - it is called in this round alone
+                assert num_ready() == 1
+            await come_back("tiny", "tiny")
+            await until(lambda: num_ready() == 2)
+            assert len(stub.adapters) == 1
+            reply = await sampler.sample_async(PROMPT, 1, SamplingParams(max_tokens=4))
+            assert reply.policy_version == 0
 
 
 def test_files_are_not_measured_on_a_server_with_another_model(
