@@ -153,6 +153,8 @@ MIGRATIONS = {
 
 TABLES_WITH_STEPS = ("metrics", "trajectories", "evaluations", "certificates", "checkpoints", "pool")
 """Tables whose rows after a step are deleted when a run continues from that step."""
+START_WEIGHTS = "start_weights"
+"""The entry of `meta` that names the weights from which the first step begins: those after the warm-up."""
 OWN_COUNT = ("warmup", "critic")
 """Metrics whose `step` counts batches of a phase before the first step of training."""
 
