@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from turnwise.trajectory import Branch, Failure, Message, Trajectory
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 DATABASE = "run.db"
 POOL_SINCE = 4
 """The first version that has the table `pool`."""
@@ -87,7 +87,8 @@ CREATE TABLE turns (
     credited_parts TEXT,             -- JSON, the rewards after shaping; NULL where the method did not see the attempt
     critic_values BLOB,              -- [S] the critic's value of the state before each token; NULL without a critic
     is_unparsable INTEGER,           -- the env could not read the reply; NULL: written before version 7
-    token_versions TEXT              -- JSON [S]: the weights that drew each id; NULL: policy_version drew them all
+    token_versions TEXT,             -- JSON [S]: the weights that drew each id; NULL: policy_version drew them all
+    is_action INTEGER                -- the env read the reply as a command or a call; NULL: written before version 11
 );
 CREATE INDEX turns_by_trajectory ON turns (trajectory_id, turn);
 
@@ -148,6 +149,7 @@ MIGRATIONS = {
     7: ("ALTER TABLE trajectories ADD COLUMN labels TEXT",),
     8: ("ALTER TABLE turns ADD COLUMN token_versions TEXT",),
     9: ("ALTER TABLE trajectories ADD COLUMN failure_facts TEXT",),
+    10: ("ALTER TABLE turns ADD COLUMN is_action INTEGER",),
 }
 """The statements that turn a version into the next one."""
 
