@@ -36,7 +36,13 @@ class ObedientEnv:
                 os.kill(os.getpid(), signal.SIGKILL)
         is_over = reply.content == "stop" or self.count >= 3
         said = user(f"{self.count} in {os.getpid()}" if reply.content == "pid" else f"{self.count}: {reply.content}")
-        return EnvStep(messages=(said,), reward={"outcome": float(self.count)}, terminated=is_over, info={"count": 1.5})
+        return EnvStep(
+            messages=(said,),
+            reward={"outcome": float(self.count)},
+            terminated=is_over,
+            is_action=self.count > 1,
+            info={"count": 1.5},
+        )
 
     def close(self) -> None:
         pass

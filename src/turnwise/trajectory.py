@@ -128,6 +128,8 @@ class Turn:
     """The sampler reached its token limit before a stop."""
     is_unparsable: bool = False
     """The env could not read the reply."""
+    is_action: bool = False
+    """The env read the reply as a command, a query or a call."""
     env_state: str | None = None
     """The env's key for the state before this turn. Equal keys mean equal states."""
     potential: float | None = None

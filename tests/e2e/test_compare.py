@@ -65,6 +65,9 @@ def test_every_method_samples_the_same_tokens_and_starts_from_one_warm_up(
     warm = {file.parent.name: RunReader(file.parent).metric("warmup/loss") for file in databases}
     assert len({tuple(losses) for losses in warm.values()}) == 1
     assert all(len(losses) == 3 for losses in warm.values())
+    starts = {one["start_weights"] for one in results.values()}
+    assert len(starts) == 1, "all of them started from the weights of that warm-up"
+    assert starts != {""}
     for name in ("compare.svg", "compare.md", "compare.txt"):
         assert (out / name).stat().st_size
     assert "held-out success" in capsys.readouterr().out

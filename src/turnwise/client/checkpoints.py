@@ -300,6 +300,13 @@ def checksums_of(directory: Path) -> dict[str, str]:
     return {file.name: _checksum(file) for file in files if file.name not in (INFO_FILE, CHECKSUMS_FILE)}
 
 
+def weights_fingerprint(info: CheckpointInfo) -> str:
+    """A short name of the weights of a checkpoint, without its optimizer: equal weights have equal names."""
+    tensors = {name: one for name, one in info.checksums.items() if name.endswith(".safetensors")}
+    weights = {name: one for name, one in tensors.items() if not name.startswith("optimizer")}
+    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()[:16] if weights else ""
+
+
 def _checksum(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

@@ -7,6 +7,9 @@ difference depends less on luck than each number alone. Two measures are compare
     area    mean held-out success over the sampled tokens: the area under the learning curve, as a share. It uses
             every evaluation, so it depends less on luck, and it shows which method learns sooner.
 
+Runs remember which weights they started from. A pair whose starts differ, because a warm-up was made again or was
+another one, is counted beside the difference: it compares more than the methods.
+
 A difference counts if Student's 95 % interval over the seeds excludes 0. With several methods in a world, Holm's
 correction tells which differences would also count if all methods were compared at once.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +27,7 @@ import numpy as np
 from turnwise.config.files import Tree
 from turnwise.errors import ConfigError
 from turnwise.runlog.reader import RunReader
+from turnwise.runlog.schema import START_WEIGHTS
 from turnwise.training.critic import NUM_PARTS
 from turnwise.training.progress import branch_share_of, num_drawn_tokens
 from turnwise.watch.intervals import Interval, mean_interval
@@ -60,6 +64,8 @@ class Result:
     """Var(R | prefix) / Var(R) over the steps of a method that branches; nan for others."""
     critic: tuple[tuple[int, tuple[float, ...], tuple[float, ...]], ...] = ()
     """(step, error, explained variance) by fifth of held-out attempts at every evaluation; empty without a critic."""
+    start_weights: str = ""
+    """A fingerprint of the weights before the method's first step; empty where it is not known."""
 
 
 def write_result(file: Path, result: Result, config: Tree) -> None:
@@ -127,6 +133,7 @@ def read_result(world: str, label: str, seed: int, place: Path, *, bound: int = 
             curve=tuple(curve),
             branch_share=math.nan if share is None else share,
             critic=_read_critic(run),
+            start_weights=run.meta(START_WEIGHTS) or "",
         )
 
 
@@ -169,6 +176,8 @@ class Difference:
     """Probability of a difference at least this far from 0 if there is none in truth; nan if unknown."""
     p_holm: float = math.nan
     """`p` with Holm's correction for all methods that are compared with the first one in this world."""
+    other_starts: tuple[int, ...] = ()
+    """Seeds of which the two runs are known to have started from different weights."""
 
     @property
     def is_told(self) -> bool:
@@ -242,20 +251,27 @@ def _differences(inside: Sequence[Result], labels: Sequence[str], against: str, 
         if label != against and against in labels
     }
     corrected = holm([one.p for one in found.values()])
-    return {
-        label: Difference(interval=one.interval, num_seeds=one.num_seeds, p=one.p, p_holm=p_holm)
-        for (label, one), p_holm in zip(found.items(), corrected, strict=True)
-    }
+    return {label: replace(one, p_holm=p_holm) for (label, one), p_holm in zip(found.items(), corrected, strict=True)}
 
 
 def paired_difference(results: Sequence[Result], label: str, against: str, *, measure: str = "success") -> Difference:
     """The difference over the seeds that both methods have in one world."""
-    by_seed = {(result.label, result.seed): float(getattr(result, measure)) for result in results}
-    both = [seed for name, seed in by_seed if name == label and (against, seed) in by_seed]
-    found = [by_seed[label, seed] - by_seed[against, seed] for seed in both]
+    by_seed = {(result.label, result.seed): result for result in results}
+    own = [one for (name, seed), one in by_seed.items() if name == label and (against, seed) in by_seed]
+    pairs = [(one, by_seed[against, one.seed]) for one in own]
+    found = [float(getattr(one, measure)) - float(getattr(other, measure)) for one, other in pairs]
     found = [value for value in found if math.isfinite(value)]
-    interval = mean_interval([[value] for value in found])
-    return Difference(interval=interval, num_seeds=len(found), p=_p_of_no_difference(found))
+    return Difference(
+        interval=mean_interval([[value] for value in found]),
+        num_seeds=len(found),
+        p=_p_of_no_difference(found),
+        other_starts=tuple(one.seed for one, other in pairs if _starts_differ(one, other)),
+    )
+
+
+def _starts_differ(one: Result, other: Result) -> bool:
+    known = {one.start_weights, other.start_weights} - {""}
+    return len(known) == 2
 
 
 def _p_of_no_difference(values: Sequence[float]) -> float:

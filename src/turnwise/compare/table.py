@@ -20,6 +20,7 @@ HEADER = (
     *("world", "method", "held-out success", "points more", "best", "mean over tokens", "points more", "before"),
     *("reward", "sampled", "trained", "steps", "time"),
 )
+STARTS_DIFFER = "†"
 NUM_LEFT = 2
 """Number of text columns at the left; the others are numbers."""
 
@@ -55,7 +56,18 @@ def table_lines(results: Sequence[Result]) -> list[str]:
     rows = [HEADER, *table_rows(results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*lines, f"({note(results)})", *branch_lines(results)]
+    return [*lines, f"({note(results)})", *start_lines(results), *branch_lines(results)]
+
+
+def start_lines(results: Sequence[Result]) -> list[str]:
+    """The pairs that do not compare the methods alone, because their runs started from different weights."""
+    against = results[0].label if results else ""
+    return [
+        f"{STARTS_DIFFER} {one.world}, {one.label}: with seeds {', '.join(map(str, one.more_success.other_starts))} it "
+        f"started from other weights than {against}; run the pairs again in another folder to compare the methods alone"
+        for one in summarize(results)
+        if one.more_success is not None and one.more_success.other_starts
+    ]
 
 
 def branch_lines(results: Sequence[Result]) -> list[str]:
@@ -81,7 +93,7 @@ def markdown(results: Sequence[Result], request: CompareRequest, command: str) -
             *lines,
             "",
             f"{text[0].upper()}{text[1:]}. {len(results)} of {_num_runs(request)} runs.",
-            *(f"\n{line}." for line in branch_lines(results)),
+            *(f"\n{line}." for line in (*start_lines(results), *branch_lines(results))),
             *critic_markdown(results),
             "",
         ]
@@ -178,4 +190,5 @@ def _points(difference: Difference | None) -> str:
         return "not measured"
     value, low, high = (100 * number for number in (interval.value, interval.low, interval.high))
     stars = "**" if difference.is_told_by_holm else "*" if difference.is_told else ""
+    stars += STARTS_DIFFER if difference.other_starts else ""
     return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]{stars}" if math.isfinite(low) else f"{value:+.1f}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -60,6 +60,9 @@ class EnvStep:
     """Whether the whole attempt succeeded. Set it in the last step only."""
     is_unparsable: bool = False
     """The reply could not be read as an action. The option `on_unparsable` decides what that costs."""
+    is_action: bool = False
+    """The reply was read as a command, a query or a call, and not as text for somebody; `as_action` marks it. The
+    entropy of actions is logged beside that of text."""
     info: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers to log."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -192,6 +195,11 @@ def system(content: str) -> Message:
     'system'
     """
     return Message(role="system", content=content)
+
+
+def as_action(step: EnvStep) -> EnvStep:
+    """The same answer, to a reply that was a command, a query or a call."""
+    return replace(step, is_action=True)
 
 
 def env_answer(

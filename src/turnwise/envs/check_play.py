@@ -138,7 +138,7 @@ def _to_list(value: object) -> list[object]:
 def _comparable(value: object) -> object:
     if not isinstance(value, EnvStep):
         return _to_list(value) or value
-    flags = (value.terminated, value.truncated, value.is_success, value.is_unparsable)
+    flags = (value.terminated, value.truncated, value.is_success, value.is_unparsable, value.is_action)
     return (list(value.messages), dict(value.reward_parts), flags)
 
 

@@ -159,7 +159,7 @@ class MemoryEnv(EnvWrapper):
         others = [format_tool_call(call.name, **call.arguments) for call in parsed.calls if call.name not in box.names]
         action = "\n".join([*([parsed.content] if parsed.content else []), *others])
         if not action:
-            return EnvStep(messages=answers, info={"notes": float(len(self._notes.by_name))})
+            return EnvStep(messages=answers, is_action=True, info={"notes": float(len(self._notes.by_name))})
         rest = tuple(call for call in parsed.calls if call.name not in box.names)
         step = await self._play(Message(role="assistant", content=action, tool_calls=rest))
         info = {**step.info, "notes": float(len(self._notes.by_name))}

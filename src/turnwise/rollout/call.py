@@ -291,7 +291,7 @@ def _checked_step(step: object) -> EnvStep:
     """Check what `EnvStep` itself does not check."""
     if not isinstance(step, EnvStep):
         raise TypeError(f"returned {step!r:.80}; expected an EnvStep")
-    for name in ("terminated", "truncated", "is_unparsable"):
+    for name in ("terminated", "truncated", "is_unparsable", "is_action"):
         _check_flag(name, getattr(step, name))
     if step.is_success is not None:
         _check_flag("is_success", step.is_success)

@@ -325,6 +325,7 @@ class Player:
             is_trained=not (step.is_unparsable and self._config.on_unparsable == "mask"),
             is_cut=sequence.stop_reason == "length",
             is_unparsable=step.is_unparsable,
+            is_action=step.is_action,
             env_state=env_state,
         )
 

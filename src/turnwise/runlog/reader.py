@@ -271,6 +271,7 @@ def _trajectory(row: sqlite3.Row, rows: list[sqlite3.Row]) -> Trajectory:
             is_trained=bool(stored["is_trained"]),
             is_cut=bool(stored["is_cut"]),
             is_unparsable=bool(_column(stored, "is_unparsable")),
+            is_action=bool(_column(stored, "is_action")),
             env_state=stored["env_state"],
             potential=_column(stored, "potential"),
             next_potential=_column(stored, "next_potential"),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from turnwise.trajectory import Branch, Failure, Message, Trajectory
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 DATABASE = "run.db"
 POOL_SINCE = 4
 """The first version that has the table `pool`."""
@@ -87,7 +87,8 @@ CREATE TABLE turns (
     credited_parts TEXT,             -- JSON, the rewards after shaping; NULL where the method did not see the attempt
     critic_values BLOB,              -- [S] the critic's value of the state before each token; NULL without a critic
     is_unparsable INTEGER,           -- the env could not read the reply; NULL: written before version 7
-    token_versions TEXT              -- JSON [S]: the weights that drew each id; NULL: policy_version drew them all
+    token_versions TEXT,             -- JSON [S]: the weights that drew each id; NULL: policy_version drew them all
+    is_action INTEGER                -- the env read the reply as a command or a call; NULL: written before version 11
 );
 CREATE INDEX turns_by_trajectory ON turns (trajectory_id, turn);
 
@@ -148,11 +149,14 @@ MIGRATIONS = {
     7: ("ALTER TABLE trajectories ADD COLUMN labels TEXT",),
     8: ("ALTER TABLE turns ADD COLUMN token_versions TEXT",),
     9: ("ALTER TABLE trajectories ADD COLUMN failure_facts TEXT",),
+    10: ("ALTER TABLE turns ADD COLUMN is_action INTEGER",),
 }
 """The statements that turn a version into the next one."""
 
 TABLES_WITH_STEPS = ("metrics", "trajectories", "evaluations", "certificates", "checkpoints", "pool")
 """Tables whose rows after a step are deleted when a run continues from that step."""
+START_WEIGHTS = "start_weights"
+"""The entry of `meta` that names the weights from which the first step begins: those after the warm-up."""
 OWN_COUNT = ("warmup", "critic")
 """Metrics whose `step` counts batches of a phase before the first step of training."""
 

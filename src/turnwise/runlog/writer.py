@@ -208,7 +208,7 @@ class RunWriter:
         )
         assert row.lastrowid is not None
         self._db.executemany(
-            f"INSERT INTO turns VALUES ({', '.join('?' * 24)})",
+            f"INSERT INTO turns VALUES ({', '.join('?' * 25)})",
             [(row.lastrowid, *_turn_row(attempt, index)) for index in range(len(trajectory.turns))],
         )
 
@@ -301,6 +301,7 @@ def _turn_row(attempt: AttemptRecord, index: int) -> Sequence[Any]:
         else pack_floats(np.asarray(attempt.critic_values[index], np.float32).tolist()),
         turn.is_unparsable,
         None if turn.token_versions is None else json.dumps(turn.token_versions),
+        turn.is_action,
     )
 
 

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.client.base import TrainingClient
-from turnwise.client.checkpoints import CheckpointStore, read_info, remove_directory
+from turnwise.client.checkpoints import CheckpointStore, read_info, remove_directory, weights_fingerprint
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
 from turnwise.errors import CheckpointError, ServiceError
 from turnwise.opponents.pool import SNAPSHOT_FILES, PoolState
 from turnwise.rollout.group import QuarantineState
 from turnwise.runlog.reader import RunReader
-from turnwise.runlog.schema import CheckpointRow, EvaluationRow, PoolRow
+from turnwise.runlog.schema import START_WEIGHTS, CheckpointRow, EvaluationRow, PoolRow
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.critic import Critic, PlateauState
 from turnwise.training.task_order import TaskOrderState
@@ -175,11 +175,20 @@ class RunCheckpoints:
         text = None if state is None else state.to_json()
         row = CheckpointRow(step=step, warmup_steps=warmup_steps, path=saved.path, state=text)
         self._kept.append(row)
+        if step == 0:
+            self._name_start(saved.path)
         self._writer.checkpoint(row)
         self._writer.pool(step, () if state is None else state.pool)
         self._writer.commit(step)
         await self._prune(step)
         return row
+
+    def _name_start(self, path: str) -> None:
+        """Record which weights the first step begins from, where the files are here: runs with others are compared."""
+        place = CheckpointStore(self._writer.directory).directory(path)
+        info = read_info(place) if place.is_dir() else None
+        if info is not None:
+            self._writer.set_meta(START_WEIGHTS, weights_fingerprint(info))
 
     @property
     def pools(self) -> list[PoolState]:

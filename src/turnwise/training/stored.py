@@ -31,8 +31,6 @@ from turnwise.training.assemble import Parts, make_shaping
 from turnwise.training.pairs import read_pairs
 from turnwise.trajectory import Trajectory, trajectory_from_json
 
-"""Methods that train some turns of an attempt and leave the others out."""
-
 Altered = Literal["rewards", "mask"]
 
 
@@ -174,12 +172,12 @@ def read_run_dialogues(path: str, config: Config) -> list[Dialogue]:
     with open_stored(path, config, "data.dialogues") as (run, _):
         for row in train_rows(run, config.data.world):
             if row.is_success:
-                turns = run.attempt(row.id).trajectory.turns
-                ids = [(turn.prompt_ids, turn.sampled_ids) for turn in turns]
-                found.append(Dialogue(datums=tuple(dialogue_to_datums(ids))))
+                ids = replies_of(run.attempt(row.id).trajectory)
+                if ids:
+                    found.append(Dialogue(datums=tuple(dialogue_to_datums(ids))))
     if not found:
         raise ConfigError(
-            f"data.dialogues={path} holds no success of its training with its tokens; there is nothing to imitate"
+            f"data.dialogues={path} holds no success of its training with tokens to train; there is nothing to imitate"
         )
     return found
 
@@ -230,7 +228,7 @@ def _file_attempts(path: str, config: Config, option: str) -> Iterator[_FileAtte
 
 
 def replies_of(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(context, what is learned) of each turn: the replies, as they were sampled."""
+    """(context, what is learned) of each turn that is trained: the replies, as they were sampled."""
     return [(turn.prompt_ids, turn.sampled_ids) for turn in trajectory.turns if turn.is_trained]
 
 

@@ -113,7 +113,11 @@ CATALOGUE: tuple[Metric, ...] = (
         ("rollout/entropy_estimate", "nats/token", "Minus the mean logprob of sampled tokens."),
         ("rollout/entropy_turn_{turn}", "nats/token", "The same for one turn of the attempts."),
         ("rollout/entropy_turn_later", "nats/token", "The same for all turns after the eighth."),
-        ("rollout/entropy_tool_call", "nats/token", "The same for replies in which the renderer read a tool call."),
+        (
+            "rollout/entropy_tool_call",
+            "nats/token",
+            "The same for tool calls, and replies that the env read as an action.",
+        ),
         ("rollout/entropy_text", "nats/token", "The same for all other replies."),
     ),
     *_rows(

@@ -2,9 +2,9 @@
 
 There is one number for all replies, one for each turn of an attempt, and one for each kind of reply. A policy that
 collapses often does so in one place first: in late turns, which few attempts reach, or in tool calls, whose form leaves
-little room. A reply in which the renderer read a tool call (`Message.tool_calls`) counts as a tool call with all its
-tokens, because it is not known which of them spell the call. Every other reply counts as text, also in a world that
-reads calls of its own form out of plain text.
+little room. A reply counts as a tool call if the renderer read a call in it (`Message.tool_calls`), or if the env read
+it as a command, a query or a call of its own form (`EnvStep.is_action`). All its tokens count, because it is not known
+which of them spell the call. Every other reply counts as text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def entropy_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     for group in groups:
         for number, turn in _sampled_turns(group.trajectories):
             place = f"turn_{number}" if number <= NUM_TURNS else "turn_later"
-            for name in ("estimate", place, "tool_call" if turn.reply.tool_calls else "text"):
+            for name in ("estimate", place, "tool_call" if turn.is_action or turn.reply.tool_calls else "text"):
                 logprobs[f"{ENTROPY}{name}"] += turn.sampler_logprobs
     return {
         name: -sum(values) / len(values)

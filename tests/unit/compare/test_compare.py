@@ -161,6 +161,21 @@ def test_a_difference_is_taken_seed_by_seed() -> None:
     assert "+10.0" not in table_lines(results)[1], "the first method is what the others are compared with"
 
 
+def test_a_pair_that_started_from_other_weights_is_marked_where_its_difference_stands() -> None:
+    results = [_result("a", seed, 0.5, start_weights=f"made-{seed}") for seed in range(3)]
+    results += [_result("b", seed, 0.7, start_weights=f"made-{min(seed, 1)}") for seed in range(3)]
+    results += [_result("c", seed, 0.7, start_weights=f"made-{seed}" if seed else "") for seed in range(3)]
+    assert paired_difference(results, "b", "a").other_starts == (2,)
+    assert paired_difference(results, "c", "a").other_starts == (), "a start that is not known is not another one"
+    lines = table_lines(results)
+    assert [line.count("†") for line in lines[1:4]] == [0, 2, 0]
+    (said,) = [line for line in lines[4:] if line.startswith("†")]
+    assert "w, b: with seeds 2 it started from other weights than a" in said
+    request = parse_request(["methods=grpo", "env=key_door"])
+    assert said in markdown(results, request, "turnwise compare")
+    assert json.loads(to_json(request, results, []))["summary"][1]["more_success"]["other_starts"] == [2]
+
+
 def test_a_seed_that_one_method_lacks_is_in_no_difference() -> None:
     results = [_result("a", 0, 0.5), _result("a", 1, 0.9), _result("b", 0, 0.4)]
     found = paired_difference(results, "b", "a")

@@ -10,7 +10,7 @@ import pytest
 
 from turnwise.client.fake import ScriptedSampler
 from turnwise.credit.datums import num_trained_tokens, trajectory_to_datums
-from turnwise.envs.base import EnvStep, user
+from turnwise.envs.base import EnvStep, as_action, user
 from turnwise.errors import AttemptFailed, Party
 from turnwise.renderers import get_renderer
 from turnwise.renderers.base import Renderer
@@ -132,6 +132,13 @@ async def test_the_envs_own_end_comes_first(renderer: Renderer) -> None:
     gibberish = CountingEnv(on_step=lambda _: EnvStep(terminated=True, is_unparsable=True))
     trajectory = await play_env(gibberish, renderer, on_unparsable="end")
     assert trajectory.end_reason is EndReason.TERMINATED
+
+
+async def test_a_turn_keeps_whether_the_env_read_its_reply_as_an_action(renderer: Renderer) -> None:
+    acts = CountingEnv(on_step=lambda _: as_action(EnvStep(terminated=True)))
+    assert [turn.is_action for turn in (await play_env(acts, renderer)).turns] == [True]
+    says = CountingEnv(on_step=lambda _: EnvStep(terminated=True))
+    assert [turn.is_action for turn in (await play_env(says, renderer)).turns] == [False]
 
 
 def unreadable_once(env: CountingEnv) -> CountingEnv:

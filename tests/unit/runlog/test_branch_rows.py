@@ -47,6 +47,7 @@ def test_a_run_of_the_first_schema_is_read_and_gone_on_with(tmp_path: Path, make
         *(("turns", name) for name in ("potential", "next_potential", "credited_parts", "critic_values")),
         ("turns", "is_unparsable"),
         ("turns", "token_versions"),
+        ("turns", "is_action"),
     ):
         database.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
     database.execute("ALTER TABLE checkpoints DROP COLUMN state")

@@ -42,7 +42,8 @@ def _evaluation(step: int, success: float = 0.5) -> EvaluationRow:
 
 
 def test_a_trajectory_comes_back_as_it_was_played(writer: RunWriter, make_trajectory: MakeTrajectory) -> None:
-    trajectory = make_trajectory()
+    first, *others = make_trajectory().turns
+    trajectory = replace(make_trajectory(), turns=(replace(first, is_action=True), *others))
     trained = (np.array([-0.5, -1.5], np.float32), None, np.array([-2.0, -3.0], np.float32))
     attempt = AttemptRecord(
         trajectory=trajectory, outcome="trained", advantages=(0.5, 0.25, -1.0), trainer_logprobs=trained

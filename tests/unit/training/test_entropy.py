@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ def test_turns_and_kinds_of_replies_are_told_apart() -> None:
         }
     )
     assert entropy_metrics([]) == {}
+
+
+def test_a_reply_that_the_env_read_as_an_action_is_a_tool_call() -> None:
+    group = _group((replace(_turn(1.0), is_action=True), _turn(3.0)))
+    metrics = entropy_metrics([group])
+    assert (metrics["rollout/entropy_tool_call"], metrics["rollout/entropy_text"]) == (1.0, 3.0)
 
 
 def test_late_turns_are_one_and_few_tokens_are_no_estimate() -> None:

@@ -101,6 +101,17 @@ async def test_sft_imitates_successes_of_training_and_never_of_an_evaluation(
         await items_of(renderer, tiny_dir, "method=sft", f"data.dialogues={only_held_out}", count=8)
 
 
+async def test_sft_imitates_only_the_turns_of_a_success_that_its_run_trained(
+    tmp_path: Path, renderer: Renderer, tiny_dir: Path
+) -> None:
+    success = make_attempt([0.0, 0.0, 1.0], sizes=[2, 3, 5], is_success=True)
+    only_masked = masked(make_attempt([1.0], sizes=[7], is_success=True), 0)
+    run = write_run(tmp_path / "run", [("train", 1, masked(success, 0, 1)), ("train", 1, only_masked)])
+    items = await items_of(renderer, tiny_dir, "method=sft", f"data.dialogues={run}", count=8)
+    trained = {tuple(num_trained_tokens(datum) for datum in item.datums) for item in items}
+    assert trained == {(5,)}, "two turns of the success and the whole other attempt were left out of the loss"
+
+
 def test_a_pair_with_a_side_that_no_loss_reads_is_counted_and_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

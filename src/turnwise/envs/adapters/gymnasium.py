@@ -213,6 +213,7 @@ class GymnasiumEnv:
             terminated=terminated,
             truncated=truncated,
             is_success=terminated and self._world.is_success(self._return) if is_over else None,
+            is_action=True,
             info=numbers_of(info),
         )
 

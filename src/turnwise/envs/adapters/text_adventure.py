@@ -119,6 +119,7 @@ class AdventureEnv:
             truncated=is_cut,
             is_success=scene.is_won if scene.is_over or is_cut else None,
             is_unparsable=command is None,
+            is_action=command is not None,
             info={"score": self.best},
         )
 

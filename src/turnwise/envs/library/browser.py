@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import EnvStep, Split, Task, as_action, system, user
 from turnwise.envs.browser.challenge import AnyPage, Challenge, PageVerdict, SiteChallenge
 from turnwise.envs.browser.expert import plan_player, random_player
 from turnwise.envs.browser.miniwob import MAX_TURNS as MINIWOB_TURNS
@@ -225,7 +225,7 @@ class BrowserEnv:
             return await self._answer(action, None, is_unparsable=not action.startswith(NOTE))
         says_done = action.kind == "done"
         observation = "" if says_done else await page.act(action)
-        return await self._answer(observation, await self._challenge.verdict(page, says_done=says_done))
+        return as_action(await self._answer(observation, await self._challenge.verdict(page, says_done=says_done)))
 
     def _read(self, reply: Message, page: AnyPage) -> ScreenAction | str:
         if self._world.by_name:

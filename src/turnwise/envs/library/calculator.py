@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import EnvStep, Split, Task, as_action, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
@@ -172,7 +172,7 @@ class CalculatorEnv:
         self._turn += 1
         parsed = self._read(reply)
         if parsed.calls:
-            return await self._run(parsed.calls)
+            return as_action(await self._run(parsed.calls))
         answers = set(_ANSWER.findall(parsed.content))
         if parsed.problem is None and len(answers) == 1:
             return self._judge(int(answers.pop()))

@@ -30,11 +30,11 @@ import hashlib
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import EnvStep, Split, Task, as_action, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.code_data import json_to_test, load_problems
 from turnwise.envs.library.code_problems import Level, draw_problem, problem_levels
@@ -199,21 +199,20 @@ class CodeEnv:
         command = read_commands(reply.content) if self._world.shell else None
         if command is not None:
             answer = await self._command(command)
-            return (
-                await self._judge({}) if is_last and self._code is not None else self._answer(answer, is_last=is_last)
-            )
+            is_judged = is_last and self._code is not None
+            return as_action(await self._judge({}) if is_judged else self._answer(answer, is_last=is_last))
         code, says_submit = read_reply(reply.content)
         is_first = code is not None and self._code is None
         if code is not None:
             self._write(code)
         reward = {"format": self._world.format_reward} if is_first and _can_be_tested(code) else {}
         if self._code is not None and (says_submit or is_last):
-            return await self._judge(reward)
+            return replace(await self._judge(reward), is_action=code is not None)
         says_test = self._world.shell and bool(_TEST.search(reply.content))
         if self._code is None or (code is None and not says_test):
             return self._answer(NO_CODE, is_last=is_last, is_unparsable=True)
         outcome = await self._run(self._visible)
-        return EnvStep(messages=[user(describe_outcome(outcome, self._visible))], reward=reward)
+        return as_action(EnvStep(messages=[user(describe_outcome(outcome, self._visible))], reward=reward))
 
     async def close(self) -> None:
         if self._session is not None:

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from turnwise.envs.base import EnvStep, Split, Task, env_answer, system, user
+from turnwise.envs.base import EnvStep, Split, Task, as_action, env_answer, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.household_house import LEVELS, ROOMS, THINGS, Size, draw_house, shortest_play, way
 from turnwise.envs.schema import check_fractions
@@ -205,8 +205,8 @@ class HouseholdEnv:
             return self._answer(_UNCLEAR, is_unparsable=True)
         go, room, hand, thing = (word.lower() for word in actions[0])
         if go:
-            return self._go(room)
-        return self._take(thing) if hand == "take" else self._put(thing)
+            return as_action(self._go(room))
+        return as_action(self._take(thing) if hand == "take" else self._put(thing))
 
     async def close(self) -> None:
         pass

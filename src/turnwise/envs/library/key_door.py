@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import EnvStep, Split, Task, as_action, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
@@ -143,7 +143,7 @@ class KeyDoorEnv:
         if len(actions) != 1:
             return self._answer(_UNCLEAR, is_unparsable=True)
         ((colour, _),) = actions
-        return self._take(colour.lower()) if colour else self._open()
+        return as_action(self._take(colour.lower()) if colour else self._open())
 
     async def close(self) -> None:
         pass

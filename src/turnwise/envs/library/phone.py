@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from turnwise.envs.base import EnvStep, Split, Task, env_answer, system, user
+from turnwise.envs.base import EnvStep, Split, Task, as_action, env_answer, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.phone_device import CHOICES, PhoneData, PhoneDevice
 from turnwise.envs.library.phone_goals import (
@@ -199,9 +199,9 @@ class PhoneEnv:
             return self._answer(action, 0.0, is_unparsable=True)
         problem = self._device.act(action)
         if action.kind == "done":
-            return self._judge(before, action.text)
+            return as_action(self._judge(before, action.text))
         earned = self._world.partial_credit * (self.potential() - before)
-        return self._answer(problem, earned, is_unparsable=False)
+        return as_action(self._answer(problem, earned, is_unparsable=False))
 
     async def close(self) -> None:
         pass

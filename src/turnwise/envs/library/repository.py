@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from turnwise.envs.base import EnvStep, Split, Task, env_answer, system, user
+from turnwise.envs.base import EnvStep, Split, Task, as_action, env_answer, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.repository_tickets import (
     FILES,
@@ -157,7 +157,10 @@ class RepositoryEnv:
         found = _ACTION.fullmatch(reply.content.strip())
         if found is None:
             return self._answer(_RULES, is_unparsable=True)
-        match [part for part in found.groups() if part is not None]:
+        return as_action(self._carry_out([part for part in found.groups() if part is not None]))
+
+    def _carry_out(self, action: Sequence[str]) -> EnvStep:
+        match action:
             case ["open", file]:
                 return self._open_file(file)
             case ["find", word]:

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import EnvStep, Split, Task, as_action, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.search_answers import exact_match, f1, normalise
 from turnwise.envs.library.search_bridges import make_corpus_questions
@@ -247,7 +247,7 @@ class SearchEnv:
         action = read_action(reply.content)
         if action is None:
             return self._go_on(UNCLEAR, is_unparsable=True)
-        return self._judge(action.text) if action.name == "answer" else await self._search(action.text)
+        return self._judge(action.text) if action.name == "answer" else as_action(await self._search(action.text))
 
     async def close(self) -> None:
         pass

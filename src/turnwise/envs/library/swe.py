@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import EnvStep, Split, Task, as_action, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.swe_bugs import Bug, apply_bug, shipped_bugs
 from turnwise.envs.library.swe_tasks import (
@@ -215,13 +215,13 @@ class SweEnv:
             return await self._judge() if is_last else EnvStep(messages=[user(hint)], is_unparsable=True)
         call, before = parsed.calls[0], self._num_edits
         if call.name == "submit":
-            return await self._judge()
+            return as_action(await self._judge())
         answer = await self._toolbox.call(call)
         is_first_edit = before == 0 and self._num_edits == 1
         reward = {"format": self._world.format_reward} if is_first_edit else {}
         if is_last:
-            return await self._judge(reward)
-        return EnvStep(messages=[answer], reward=reward)
+            return as_action(await self._judge(reward))
+        return as_action(EnvStep(messages=[answer], reward=reward))
 
     async def close(self) -> None:
         if self._session is not None:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
-from turnwise.envs.base import EnvStep, Split, Task, system, user
+from turnwise.envs.base import EnvStep, Split, Task, as_action, system, user
 from turnwise.envs.difficulty import Levels
 from turnwise.envs.library.sql_compare import asks_for_order, same_result
 from turnwise.envs.library.sql_postgres import PostgresDatabase
@@ -281,13 +281,17 @@ class TextToSqlEnv:
         if action is None:
             return self._answer(user(_HINTS[self._world.protocol]), is_unparsable=True)
         if not action.is_submission:
-            return await self._query(action.sql)
+            return as_action(await self._query(action.sql))
         sql = action.sql or self._last_sql
         if sql is None:
             return self._answer(user(_NOTHING_TO_SUBMIT))
         is_right = await self._is_right(sql)
         return EnvStep(
-            reward={"outcome": 1.0 if is_right else 0.0}, terminated=True, is_success=is_right, info=self._info()
+            reward={"outcome": 1.0 if is_right else 0.0},
+            terminated=True,
+            is_success=is_right,
+            is_action=bool(action.sql),
+            info=self._info(),
         )
 
     async def close(self) -> None:

@@ -33,7 +33,7 @@ import random
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from turnwise.envs.base import EnvStep, Split, Task, system, user
@@ -254,9 +254,10 @@ class WorkspaceEnv:
             answer, is_unparsable = f"{action}\n\n{await self._portal.show()}", False
         else:
             answer, is_unparsable = "No action found. Write one of the actions, or done.", True
+        is_action = command is not None or (isinstance(action, ScreenAction) and not is_unparsable)
         if is_done or is_last:
-            return await self._judge(is_unparsable=is_unparsable)
-        return EnvStep(messages=[user(answer)], is_unparsable=is_unparsable)
+            return replace(await self._judge(is_unparsable=is_unparsable), is_action=is_action)
+        return EnvStep(messages=[user(answer)], is_unparsable=is_unparsable, is_action=is_action)
 
     async def close(self) -> None:
         try:

@@ -56,6 +56,7 @@ def step_to_json(step: EnvStep) -> Json:
         "truncated": bool(step.truncated),
         "is_success": None if step.is_success is None else bool(step.is_success),
         "is_unparsable": bool(step.is_unparsable),
+        "is_action": bool(step.is_action),
         "info": {name: float(value) for name, value in step.info.items()},
         "labels": {name: str(value) for name, value in step.labels.items()},
         "max_tokens": int(step.max_tokens),

@@ -113,6 +113,7 @@ async def test_a_search_shows_passages_and_a_right_answer_ends_it() -> None:
     assert (dict(found.reward_parts), found.is_over) == ({"format": 0.1}, False)
     assert (dict(answered.reward_parts), answered.terminated, answered.is_success) == ({"outcome": 1.0}, True, True)
     assert dict(answered.info) == {"searches": 1, "f1": 1.0}
+    assert (found.is_action, answered.is_action) == (True, False), "a query for the index, and an answer in words"
 
 
 async def test_only_the_first_search_pays_and_the_turns_run_out() -> None:

@@ -44,6 +44,13 @@ async def test_the_dialogue_of_the_docstring() -> None:
     assert (steps[-1].terminated, steps[-1].is_success) == (True, True)
 
 
+async def test_queries_are_actions_and_other_replies_are_text() -> None:
+    env = make_env()
+    await env.start()
+    replies = ("I think that it is two.", "SELECT COUNT(*) FROM cat", GOLD, "submit")
+    assert [(await env.step(assistant(reply))).is_action for reply in replies] == [False, True, True, False]
+
+
 @pytest.mark.parametrize(
     ("sql", "is_right"),
     [
