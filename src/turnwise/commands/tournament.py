@@ -23,7 +23,8 @@ from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.exit_codes import ExitCode
 from turnwise.training.assemble import distinct_tasks, make_eval_rollout
-from turnwise.training.opponents import POOL, SELF, Opponents
+from turnwise.training.opponent_words import POOL, SELF
+from turnwise.training.opponents import Opponents
 from turnwise.training.policy import PolicySampler, WorldChoice, find_policy
 from turnwise.training.setup import find_facts, read_config
 

@@ -40,7 +40,8 @@ from turnwise.training.assemble import held_out_tasks, leaf_limits, make_eval_ro
 from turnwise.training.checkpoint import choose_checkpoint, saved_pool
 from turnwise.training.evaluate import Evaluation, evaluate
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_played_objects, object_name
-from turnwise.training.opponents import Opponents, check_opponents, needs_opponents
+from turnwise.training.opponent_words import check_opponents, needs_opponents
+from turnwise.training.opponents import Opponents
 from turnwise.training.setup import (
     AnyService,
     Report,

@@ -32,7 +32,8 @@ from turnwise.training.critic import Critic
 from turnwise.training.heartbeat import Heartbeat
 from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.objects import META_KEY
-from turnwise.training.opponents import Opponents, needs_opponents
+from turnwise.training.opponent_words import needs_opponents
+from turnwise.training.opponents import Opponents
 from turnwise.training.record import Recorder
 from turnwise.training.setup import AnyService, Setup, claim_directory, find_model, make_service
 from turnwise.training.steer import Steering, take_orders

@@ -40,7 +40,7 @@ from turnwise.training.checkpoint import (
     saved_critic,
 )
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects
-from turnwise.training.opponents import check_opponents, check_panel_stays, num_panel, opponent_line
+from turnwise.training.opponent_words import check_opponents, check_panel_stays, num_panel, opponent_line
 from turnwise.training.plan import Plan, make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.start_from import resolve_start

@@ -29,7 +29,8 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import play_groups
 from turnwise.rollout.self_play import split_seats
 from turnwise.runlog.reader import RunReader
-from turnwise.training.opponents import Opponents, check_opponents, check_panel_stays, find_source
+from turnwise.training.opponent_words import check_opponents, check_panel_stays, find_source
+from turnwise.training.opponents import Opponents
 from turnwise.training.policy import find_policy
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
 from turnwise.types import AdamParams, Datum, ModelInput, SamplingParams
