@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +49,8 @@ class PoolState(TypedDict):
 
 @dataclass(slots=True, kw_only=True)
 class OpponentPool:
-    """Members and how often each is drawn."""
+    """Members and how often each is drawn. Envs are made in threads of their own while the loop's thread records games
+    and lets snapshots join, so every method holds the lock."""
 
     config: OpponentConfig
     base: Opponent | None = None
@@ -60,30 +63,35 @@ class OpponentPool:
     newest: str = START
     results: dict[str, dict[str, list[float]]] = field(default_factory=dict[str, dict[str, list[float]]])
     _drawn: OrderedDict[tuple[str, int], Opponent] = field(default_factory=OrderedDict[tuple[str, int], Opponent])
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def add_snapshot(self, name: str, opponent: Opponent, path: str) -> None:
         """Let a snapshot join. Those that are neither among the last ones nor the best leave; where the best has no
         weight, it leaves, too."""
-        self.snapshots[name], self.paths[name], self.newest = opponent, path, name
-        best = self.best if self.config.best_weight else None
-        for old in list(self.snapshots)[: -self.config.keep_last]:
-            if old != best:
-                del self.snapshots[old]
+        with self._lock:
+            self.snapshots[name], self.paths[name], self.newest = opponent, path, name
+            best = self.best if self.config.best_weight else None
+            for old in list(self.snapshots)[: -self.config.keep_last]:
+                if old != best:
+                    del self.snapshots[old]
 
     @property
     def best(self) -> str | None:
-        """The snapshot with the highest rating, of equals the newest; None if there is none yet."""
-        ratings = self.ratings()
-        return max(reversed(self.snapshots), key=lambda name: ratings.get(name, 0.0), default=None)
+        """The snapshot with the highest rating, of equals the newest. One without a game is behind all others. None if
+        there is none yet."""
+        with self._lock:
+            ratings = self.ratings()
+            return max(reversed(self.snapshots), key=lambda name: ratings.get(name, -math.inf), default=None)
 
     def ratings(self) -> dict[str, float]:
         """The Elo of everybody with a game, with mean 0. Games of the policy against what it was last say nothing."""
-        games = [
-            (own, other, *counts)
-            for own, against in self.results.items()
-            for other, counts in against.items()
-            if own != other
-        ]
+        with self._lock:
+            games = [
+                (own, other, *counts)
+                for own, against in self.results.items()
+                for other, counts in against.items()
+                if own != other
+            ]
         names = list(dict.fromkeys(name for own, other, *_ in games for name in (own, other)))
         index, wins = {name: number for number, name in enumerate(names)}, np.zeros((len(names), len(names)))
         for own, other, won, played in games:
@@ -94,17 +102,19 @@ class OpponentPool:
     def draw(self, task: Task, seed: int) -> Opponent:
         """The opponent of the attempts at a task that share this seed."""
         key = (task.id, seed)
-        if key not in self._drawn:
-            self._drawn[key] = self._draw(task, random_for("pool", task.id, seed).random())
-            if len(self._drawn) > _REMEMBERED:
-                self._drawn.popitem(last=False)
-        return self._drawn[key]
+        with self._lock:
+            if key not in self._drawn:
+                self._drawn[key] = self._draw(task, random_for("pool", task.id, seed).random())
+                if len(self._drawn) > _REMEMBERED:
+                    self._drawn.popitem(last=False)
+            return self._drawn[key]
 
     def shares(self) -> dict[str, float]:
         """How often each member is drawn. Weights of what is not there yet go to the others."""
-        config, last = self.config, list(self.snapshots)[-self.config.keep_last :]
-        weights: dict[str, float] = {}
-        best = self.best if config.best_weight else None
+        config, weights = self.config, dict[str, float]()
+        with self._lock:
+            last = list(self.snapshots)[-config.keep_last :]
+            best = self.best if config.best_weight else None
 
         def give(names: Sequence[str], weight: float) -> None:
             for name in names:
@@ -119,25 +129,29 @@ class OpponentPool:
 
     def record(self, results: Mapping[str, Sequence[str]]) -> None:
         """Count the games of one step: the policy's results against each opponent (`envs.seats.RESULT`)."""
-        for name, own in results.items():
-            counts = self.results.setdefault(self.newest, {}).setdefault(name, [0.0, 0.0])
-            counts[0] += sum(WON_SHARES[result] for result in own)
-            counts[1] += len(own)
+        with self._lock:
+            for name, own in results.items():
+                counts = self.results.setdefault(self.newest, {}).setdefault(name, [0.0, 0.0])
+                counts[0] += sum(WON_SHARES[result] for result in own)
+                counts[1] += len(own)
 
     def to_state(self) -> PoolState:
-        return PoolState(
-            snapshots={name: self.paths[name] for name in self.snapshots},
-            newest=self.newest,
-            results=copy.deepcopy(self.results),
-        )
+        with self._lock:
+            return PoolState(
+                snapshots={name: self.paths[name] for name in self.snapshots},
+                newest=self.newest,
+                results=copy.deepcopy(self.results),
+            )
 
     def let_go(self, kept: Iterable[PoolState]) -> list[str]:
         """The paths of snapshots that neither the pool nor one of these states has; the pool forgets them."""
-        needed = set(self.snapshots).union(*(state["snapshots"] for state in kept))
-        return [self.paths.pop(name) for name in list(self.paths) if name not in needed]
+        with self._lock:
+            needed = set(self.snapshots).union(*(state["snapshots"] for state in kept))
+            return [self.paths.pop(name) for name in list(self.paths) if name not in needed]
 
     def _draw(self, task: Task, point: float) -> Opponent:
         shares = self.shares()
+        assert shares, "a pool without a member was refused before anybody played"
         bounds = dict(zip(shares, itertools.accumulate(shares.values()), strict=True))
         name = next((one for one, bound in bounds.items() if point < bound), next(reversed(shares)))
         if self.base is not None and name == self.base.name:

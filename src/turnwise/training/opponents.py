@@ -167,6 +167,17 @@ class Opponents:
         self.pool.newest = state.get("newest", self.pool.newest)
         return lost
 
+    def check_pool(self, lost: Sequence[str], advice: str) -> None:
+        """Refuse a pool without a member.
+
+        Args:
+            lost: What `restore` answered.
+            advice: What the user can do.
+        """
+        if self.pool is not None and not self.pool.shares():
+            why = "; ".join(lost) or "its snapshots come with a run that trained against it"
+            raise ConfigError(f"opponent=pool has no member: {why}; {advice}")
+
     def close(self) -> None:
         self._stack.close()
 

@@ -47,6 +47,10 @@ from turnwise.watch.watchdog import StalledError
 ENGINE_PARTIES = ("trainer", "critic")
 """Parties behind which the engine stands: when one does not answer, closing the engine would not return either."""
 Outcome = Literal["finished", "stopped"]
+NO_MEMBER = (
+    "bring the files back, or let others play: turnwise train --resume RUN opponent.base_weight=1, or "
+    "opponent.scripted_weight=1"
+)
 
 
 class TrainingSession:
@@ -182,8 +186,11 @@ class TrainingSession:
         with Opponents(config, parts.world, service, parts.rollout) as opponents:
             opponents.open()
             if start.state is not None and start.state.opponents is not None:
-                for lost in opponents.restore(start.state.opponents):
-                    recorder.opponent_lost(start.done.step, lost)
+                lost = opponents.restore(start.state.opponents)
+                for why in lost:
+                    recorder.opponent_lost(start.done.step, why)
+                if start.done.step:  # before the first step, the policy joins
+                    opponents.check_pool(lost, NO_MEMBER)
             yield opponents
 
     async def _run_loop(self, service: AnyService, recorder: Recorder, opponents: Opponents | None) -> None:

@@ -171,6 +171,23 @@ def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished
         assert names & {"snapshot_3", "snapshot_4"}, "the pool of the checkpoint"
 
 
+def test_a_run_whose_whole_pool_vanished_says_so_before_it_plays_and_goes_on_as_it_advises(tmp_path: Path) -> None:
+    alone = {"snapshot_every": 9, "base_weight": 0, "best_weight": 0, "scripted_weight": 0, "panel": ["random"]}
+    env = {"options": {"opponent": "pool", "max_turns": 2}}
+    run = tw.train("negotiate", steps=1, directory=tmp_path / "run", env=env, opponent=alone, **QUICK)
+    run.close()
+    for gone in run.directory.glob("checkpoints/*/sampler_weights/*"):
+        shutil.rmtree(gone)
+    with pytest.raises(ConfigError, match=r"no member.*snapshot_0 is left out.*opponent\.base_weight=1"):
+        tw.Run.resume(run.directory, overrides=["train.steps=2"], observer=tw.Observer())
+    changes = ["train.steps=2", "opponent.base_weight=1"]
+    again = tw.Run.resume(run.directory, overrides=changes, observer=tw.Observer())
+    with RunReader(again.directory) as reader:
+        rows = [row for row in reader.attempts(phase="train") if row.step == 2]
+        assert {reader.attempt(row.id).trajectory.labels["opponent"] for row in rows} == {"base"}
+    again.close()
+
+
 async def test_the_policy_that_training_begins_with_is_the_pools_first_snapshot() -> None:
     own_only = {"base_weight": 0, "scripted_weight": 0, "panel": ["base"]}
     warm = {"warmup": {"steps": 1}}
