@@ -7,7 +7,7 @@ loaded beside it, before it, so that the engine plans with the memory that is le
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from turnwise.client.base import SamplingClient, TrainingClient
@@ -17,7 +17,7 @@ from turnwise.client.publish import NewestSampler, VersionedSampler
 from turnwise.client.remote import RemoteServiceClient
 from turnwise.config.config import Config
 from turnwise.envs.base import Task, World
-from turnwise.envs.seats import RESULT, Opponent, ScriptedOpponent
+from turnwise.envs.seats import RESULT, WON_SHARES, Opponent, ScriptedOpponent
 from turnwise.errors import CheckpointError, ConfigError, ModelError, ServiceError
 from turnwise.judges.models import AddressModel
 from turnwise.models import store as model_store
@@ -27,6 +27,7 @@ from turnwise.opponents.pool import SNAPSHOT_FILES, OpponentPool, PoolState
 from turnwise.opponents.seating import seat, seat_script, two_sided
 from turnwise.renderers import get_renderer
 from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.self_play import split_seats
 from turnwise.training.assemble import make_renderer
 from turnwise.training.evaluate import metric_word
 from turnwise.training.opponent_words import BASE, POOL, SELF, TINKER_PREFIX, OpponentSource, find_source, panel_of
@@ -136,7 +137,10 @@ class Opponents:
                 results.setdefault(one.labels["opponent"], []).append(one.labels[RESULT])
         if self.pool is not None:
             self.pool.record(results)
-        found = _collapse_metrics(groups, rewards)
+        found = _collapse_metrics(groups)
+        exploitation = None if self.pool is None else self.pool.exploitation()
+        if exploitation is not None:
+            found["opponent/exploitation"] = exploitation
         for name, own in rewards.items():
             found[f"opponent/reward_{metric_word(name)}_mean"] = sum(own) / len(own)
             found[f"opponent/attempts_{metric_word(name)}"] = float(len(own))
@@ -274,15 +278,20 @@ class Opponents:
         )
 
 
-def _collapse_metrics(groups: Sequence[TrajectoryGroup], rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """What shows that play between models goes wrong: one opening for all games, or a policy that only beats itself."""
-    openings = [one.turns[0].reply.content for group in groups for one in group.trajectories]
-    found = {"opponent/opening_diversity": len(set(openings)) / len(openings)} if openings else {}
-    own = [value for name, values in rewards.items() if name.startswith("snapshot_") for value in values]
-    others = [value for name, values in rewards.items() if not name.startswith("snapshot_") for value in values]
-    if own and others:
-        found["opponent/exploitation"] = sum(own) / len(own) - sum(others) / len(others)
-    return found
+def _collapse_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """What shows that play between models goes wrong: one opening for all games of a group, or one seat wins them all.
+
+    Only attempts that share a start are compared, and 0 means that all of them begin alike, however many there are.
+    """
+    seats = [own for group in groups for own in split_seats(group) if not own.branch_turn]
+    openings = [[one.turns[0].reply.content for one in own.trajectories] for own in seats]
+    shares = [(len(set(said)) - 1) / (len(said) - 1) for said in openings if len(said) > 1]
+    found = {"opponent/opening_diversity": sum(shares) / len(shares)} if shares else {}
+    won: dict[str, list[float]] = {}
+    for one in (one for own in seats for one in own.trajectories if "seat" in one.labels and RESULT in one.labels):
+        won.setdefault(one.labels["seat"], []).append(WON_SHARES[one.labels[RESULT]])
+    by_seat = [sum(own) / len(own) for own in won.values()]
+    return found | ({"opponent/seat_gap": max(by_seat) - min(by_seat)} if len(by_seat) > 1 else {})
 
 
 def _read_key(variable: str) -> str:

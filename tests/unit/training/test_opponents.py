@@ -267,6 +267,7 @@ def test_both_seats_are_trained_certified_and_replayed_each_with_its_own_group(
         assert len(seats) == 2 * 2 * 2
         assert len({(row.step, row.task_id, row.attempt) for row in rows}) == len(rows), "nothing is stored twice"
         assert reader.metric("rollout/groups_kept")[0][1] == 4, "a seat is a group of its own"
+        assert [value for _, value in reader.metric("opponent/seat_gap")] == [0, 0], "the base comes to no deal"
         assert [certificate.is_exact for certificate in reader.certificates()] == [True, True]
     assert run_certify(str(run.directory), with_turns=False) == 0
     first = next(iter(played))
