@@ -419,7 +419,8 @@ def _add_tournament(commands: Any) -> None:
         "tournament",
         help="let runs, checkpoints, models and scripts play each other, and rate them",
         description="Let players play each other at held-out tasks of a world with two sides, each in both seats. It "
-        "prints Elo ratings, rewards, agreement and joint surplus with intervals, and the cross-play matrix.",
+        "prints Elo ratings, rewards, agreement, joint surplus and efficient deals with intervals, and the "
+        "cross-play matrix.",
     )
     parser.add_argument(
         "players",
