@@ -324,7 +324,7 @@ examples:
   turnwise pairs smollm2 --env key_door --out pairs.parquet       play 8 dialogues per task; pair the best and the worst
   turnwise pairs runs/a --kind refuel --out pairs.parquet         play two continuations of each dialogue
   turnwise pairs runs/a runs/b --stored --out pairs.parquet       pair the attempts that these runs stored
-  turnwise train key_door method=dpo data.pairs=pairs.parquet     learn from the pairs
+  turnwise train key_door model.from=runs/a warmup.steps=0 method=dpo data.pairs=pairs.parquet    learn from the pairs
 """
 
 
