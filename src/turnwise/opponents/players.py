@@ -25,6 +25,8 @@ class SamplerOpponent:
     max_tokens: int = 64
     context_length: int = 0
     """Most tokens of prompt and reply; 0: not bounded here."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a reply, besides the renderer's stop tokens."""
     is_scripted: bool = False
 
     async def reply(self, game: Game, dialogue: Sequence[Message], seed: int) -> str:  # noqa: ARG002 - it reads words
@@ -41,6 +43,7 @@ class SamplerOpponent:
             max_tokens=max_tokens,
             temperature=self.temperature,
             seed=seed,
+            stop=list(self.stop) or None,
             stop_token_ids=list(self.renderer.stop_ids),
         )
         prompt = ModelInput.from_ints(prompt_ids)

@@ -49,6 +49,8 @@ class OpponentSource:
     """The files of a checkpoint, or the directory of a model."""
     base: Path | None = None
     """The directory of its base model, where that is known."""
+    run: Path | None = None
+    """The directory of the run that a checkpoint belongs to, where that is known."""
 
 
 def find_source(words: str, world: TwoSidedWorld) -> OpponentSource:
@@ -66,7 +68,7 @@ def find_source(words: str, world: TwoSidedWorld) -> OpponentSource:
     if files is not None:
         info = read_info(files)
         base = Path(info.model_directory) if info is not None else None
-        return OpponentSource(kind="checkpoint", words=words, files=files, base=base)
+        return OpponentSource(kind="checkpoint", words=words, files=files, base=base, run=_run_of(files))
     try:
         directory = model_store.resolve_model(words).directory
     except ModelError as cause:
@@ -87,6 +89,12 @@ def _checkpoint_files(words: str) -> Path | None:
     if words.startswith(SCHEMES):
         return CheckpointStore(model_store.home()).find(words).directory
     return path if (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file() else None
+
+
+def _run_of(files: Path) -> Path | None:
+    """Checkpoints of a run are at RUN/checkpoints/ID/weights/NAME."""
+    above = list(files.absolute().parents)[3:4]
+    return above[0] if above and is_run(above[0]) else None
 
 
 def default_panel(sided: TwoSidedWorld) -> tuple[str, ...]:

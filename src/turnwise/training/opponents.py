@@ -16,6 +16,7 @@ from turnwise.client.local import ServiceClient
 from turnwise.client.publish import NewestSampler, VersionedSampler
 from turnwise.client.remote import RemoteServiceClient
 from turnwise.config.config import Config
+from turnwise.config.files import config_from_yaml
 from turnwise.envs.base import Task, World
 from turnwise.envs.seats import RESULT, WON_SHARES, Opponent, ScriptedOpponent
 from turnwise.errors import CheckpointError, ConfigError, ModelError, ServiceError
@@ -28,6 +29,7 @@ from turnwise.opponents.seating import seat, seat_script, two_sided
 from turnwise.renderers import get_renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.self_play import split_seats
+from turnwise.runlog.reader import RunReader
 from turnwise.training.assemble import make_renderer
 from turnwise.training.evaluate import metric_word
 from turnwise.training.opponent_words import BASE, POOL, SELF, TINKER_PREFIX, OpponentSource, find_source, panel_of
@@ -109,7 +111,7 @@ class Opponents:
         """Take the policy's newest weights, for opponent=self."""
         if self._newest is None:
             self._newest = NewestSampler(sampler.client, sampler.version)
-            self._made[SELF] = self._as_opponent(SELF, self._newest)
+            self._made[SELF] = self._as_opponent(SELF, self._newest, self._rollout)
         self._newest.follow(sampler)
 
     async def before_first_step(self, trainer: TrainingClient) -> None:
@@ -125,7 +127,7 @@ class Opponents:
         saved = await trainer.save_weights_for_sampler(f"{SNAPSHOT_FILES}{step:06d}")
         sampler = await self._service.create_sampling_client_async(model_path=saved.path)
         name = f"snapshot_{step}"
-        self.pool.add_snapshot(name, self._as_opponent(name, sampler), saved.path)
+        self.pool.add_snapshot(name, self._as_opponent(name, sampler, self._rollout), saved.path)
 
     def count(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Take the games of a step into the ratings; the metrics of the step, by opponent."""
@@ -167,7 +169,7 @@ class Opponents:
             except (CheckpointError, ModelError, ServiceError) as error:
                 lost.append(f"opponent {name} is left out of the pool: {error}")
                 continue
-            self.pool.add_snapshot(name, self._as_opponent(name, sampler), path)
+            self.pool.add_snapshot(name, self._as_opponent(name, sampler, self._rollout), path)
         self.pool.newest = state.get("newest", self.pool.newest)
         return lost
 
@@ -222,16 +224,23 @@ class Opponents:
             case "tinker":
                 return self._as_opponent(source.words, self._tinker_sampler(source))
             case "base":
-                return self._as_opponent(BASE, self._service.create_sampling_client(base_model=self._config.model.name))
+                sampler = self._service.create_sampling_client(base_model=self._config.model.name)
+                return self._as_opponent(BASE, sampler, self._rollout)
             case "checkpoint":
-                service = self._service_of(source)
-                sampler = service.create_sampling_client(model_path=str(source.files))
-                return self._as_opponent(source.words, sampler, self._context_of(source))
+                sampler = self._service_of(source).create_sampling_client(model_path=str(source.files))
             case _:
                 service = self._service_of(source)
                 name = self._config.model.name if service is self._service else source.words
                 sampler = service.create_sampling_client(base_model=name)
-                return self._as_opponent(source.words, sampler, self._context_of(source))
+        return self._as_opponent(source.words, sampler, self._speech_of(source), self._context_of(source))
+
+    def _speech_of(self, source: OpponentSource) -> RolloutConfig | None:
+        """How weights were trained to speak: a run's as its config says, others of the policy's base model as the
+        policy does; None for other models, whose tokenizer says it."""
+        if source.run is not None:
+            with RunReader(source.run) as run:
+                return config_from_yaml(run.config_yaml, str(run.directory)).rollout
+        return None if self._is_other_base(source) else self._rollout
 
     def _service_of(self, source: OpponentSource) -> AnyService:
         """The run's own service for weights of the policy's base model; for another one, a service of its own."""
@@ -264,17 +273,24 @@ class Opponents:
     def _max_tokens(self) -> int:
         return self._config.opponent.max_tokens or self._rollout.max_tokens_per_turn
 
-    def _as_opponent(self, name: str, sampler: SamplingClient, context_length: int = 0) -> SamplerOpponent:
-        """`context_length`: that of the opponent's own model; 0: it is the policy's."""
-        tokenizer, rollout = sampler.get_tokenizer(), self._rollout
-        is_own = name in (BASE, SELF) or name.startswith("snapshot_")
+    def _as_opponent(
+        self, name: str, sampler: SamplingClient, speech: RolloutConfig | None = None, context_length: int = 0
+    ) -> SamplerOpponent:
+        """A player with these weights.
+
+        Args:
+            speech: Its renderer and the strings that end its replies; None: those of its tokenizer.
+            context_length: That of the opponent's own model; 0: it is the policy's.
+        """
+        tokenizer = sampler.get_tokenizer()
         return SamplerOpponent(
             name=name,
             sampler=sampler,
-            renderer=make_renderer(tokenizer, rollout) if is_own else get_renderer(tokenizer),
+            renderer=get_renderer(tokenizer) if speech is None else make_renderer(tokenizer, speech),
             temperature=self._config.opponent.temperature,
             max_tokens=self._max_tokens,
-            context_length=context_length or rollout.max_trajectory_tokens,
+            context_length=context_length or self._rollout.max_trajectory_tokens,
+            stop=() if speech is None else speech.stop,
         )
 
 

@@ -7,23 +7,25 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import turnwise as tw
 from local_server import serving, unused_address
 from turnwise.client.fake import ScriptedSampler
+from turnwise.client.futures import ApiFuture
 from turnwise.client.local import ServiceClient
 from turnwise.client.publish import VersionedSampler
 from turnwise.commands.inspect import run_certify, run_replay
 from turnwise.commands.play import run_eval
 from turnwise.config.config import Config
 from turnwise.credit.advantages import center_by_group
-from turnwise.envs.base import Task, World, assistant
+from turnwise.envs.base import Task, World, assistant, user
 from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError, Party
 from turnwise.models.store import fetch_model
+from turnwise.opponents.players import SamplerOpponent
 from turnwise.renderers import get_renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import play_groups
@@ -33,7 +35,7 @@ from turnwise.training.opponent_words import check_opponents, check_panel_stays,
 from turnwise.training.opponents import Opponents
 from turnwise.training.policy import find_policy
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
-from turnwise.types import AdamParams, Datum, ModelInput, SamplingParams
+from turnwise.types import AdamParams, Datum, ModelInput, SampleRequest, SampleResponse, SamplingParams
 
 pytestmark = pytest.mark.model
 QUICK: dict[str, Any] = {
@@ -317,6 +319,48 @@ def test_another_base_model_is_loaded_beside_the_policys(tmp_path: Path) -> None
     with RunReader(run.directory) as reader:
         assert {reader.attempt(row.id).trajectory.labels["opponent"] for row in reader.attempts()} == {str(other)}
     run.close()
+
+
+def test_weights_of_the_policys_base_model_speak_as_the_policy_and_a_run_as_it_was_trained(tmp_path: Path) -> None:
+    """What each opponent forgets of its own words, and what ends its replies."""
+    env = {"options": {"opponent": "fair"}}
+    spoken = {**QUICK["rollout"], "stop": ["###"], "strip_thinking": True}
+    run = tw.train("negotiate", steps=1, directory=tmp_path / "run", env=env, **{**QUICK, "rollout": spoken})
+    (own,) = run.directory.glob("checkpoints/*/weights/step-*")
+    other = tmp_path / "other"
+    shutil.copytree(fetch_model("tiny").directory, other)
+    config = make_config("base", rollout={"stop": ["\n\n"]})
+    world = get_world("negotiate", opponent="base")
+    with ServiceClient() as service, Opponents(config, world, service, config.rollout.for_world(world)) as opponents:
+        path = service.create_lora_training_client("tiny", rank=4).save_weights_for_sampler("alone").result().path
+        for words, stop, keeps in (
+            ("base", ("\n\n",), True),
+            (path, ("\n\n",), True),
+            (str(run.directory), ("###",), False),
+            (str(own), ("###",), False),
+            (str(other), (), True),
+        ):
+            player = opponents.player(words)
+            assert isinstance(player, SamplerOpponent)
+            assert player.stop == stop, words
+            said = [user("Hi"), assistant("<think>secret</think>Hi"), user("Well?")]
+            shown = player.sampler.get_tokenizer().decode(player.renderer.start(said))
+            assert ("secret" in shown) == keeps, words
+    run.close()
+
+
+async def test_the_strings_that_end_the_policys_replies_end_its_opponents() -> None:
+    class Asked(ScriptedSampler):
+        def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
+            stops.append(request.sampling_params.stop)
+            return super().submit(request)
+
+    stops: list[object] = []
+    renderer = get_renderer(_tokenizer())
+    for stop in (("\n",), ()):
+        player = SamplerOpponent(name="self", sampler=Asked([[1, 2]]), renderer=renderer, stop=stop)
+        await player.reply(cast(Any, None), [user("Hi")], 0)
+    assert stops == [["\n"], None]
 
 
 async def _who_plays(world: World, task: Task) -> str:
