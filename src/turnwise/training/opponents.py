@@ -219,8 +219,9 @@ class Opponents:
                     temperature=config.temperature,
                     max_tokens=self._max_tokens,
                     timeout_s=config.deadline_s,
+                    asker="an opponent",
                 )
-                return AddressOpponent(name=source.words, model=model)
+                return AddressOpponent(name=source.words, model=model, deadline_s=config.deadline_s)
             case "tinker":
                 return self._as_opponent(source.words, self._tinker_sampler(source))
             case "base":
