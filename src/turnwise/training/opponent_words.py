@@ -20,14 +20,14 @@ from typing import Literal
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore, read_info
 from turnwise.config.config import Config
 from turnwise.engine.budget import format_bytes
-from turnwise.engine.device_info import find_device
+from turnwise.engine.device_info import DeviceInfo, find_device
 from turnwise.envs.base import World
 from turnwise.envs.remote.client import WorkedWorld, worked_part
 from turnwise.envs.seats import TwoSidedWorld
 from turnwise.envs.wrapped import WorldWrapper
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models import store as model_store
-from turnwise.models.facts import ModelFacts, read_facts
+from turnwise.models.facts import read_facts
 from turnwise.opponents.config import OpponentConfig
 from turnwise.opponents.seating import two_sided
 from turnwise.runlog.reader import RunReader, is_run
@@ -212,18 +212,36 @@ def needs_opponents(config: Config, world: World) -> bool:
     )
 
 
-def other_facts(config: Config, world: World) -> dict[str, ModelFacts]:
-    """The sizes of every other base model that is loaded beside the policy's, for the memory plan."""
+def other_bytes(config: Config, world: World, device: DeviceInfo) -> int:
+    """What opponents with other base models take of the policy's device: weights and KV cache, once for each base."""
+    bases = set(_other_bases(config, world).values())
+    if not bases or not _shares_device(config, device):
+        return 0
+    facts = (read_facts(base, runs_here=True) for base in bases)
+    cache = round(config.opponent.kv_cache_gib * 2**30)
+    return sum(one.num_parameters * device.dtype_bytes + cache for one in facts)
+
+
+def _other_bases(config: Config, world: World) -> dict[str, Path]:
+    """The directories of the other base models that are loaded beside the policy's, by the words of the opponent."""
     sided = two_sided(world)
     if sided is None or config.model.base_url:
         return {}
-    own = model_store.resolve_model(config.model.alias or config.model.name).directory
-    found: dict[str, ModelFacts] = {}
-    for words in dict.fromkeys((sided.opponent, *panel_of(config, sided))):
-        source = find_source(words, sided)
-        if source.base is not None and source.base.resolve() != own.resolve():
-            found[words] = read_facts(source.base, runs_here=True)
-    return found
+    own = model_store.resolve_model(config.model.alias or config.model.name).directory.resolve()
+    sources = [find_source(words, sided) for words in dict.fromkeys((sided.opponent, *panel_of(config, sided)))]
+    bases = {source.words: source.base.resolve() for source in sources if source.base is not None}
+    return {words: base for words, base in bases.items() if base != own}
+
+
+def _shares_device(config: Config, device: DeviceInfo) -> bool:
+    """Whether opponents are loaded on the policy's device."""
+
+    def numbered(name: str) -> str:
+        name = device.kind if name in ("", "auto") else name
+        return name if ":" in name or name == "cpu" else f"{name}:0"
+
+    own = config.engine_in_use.device
+    return numbered(config.opponent.device or own) == numbered(own)
 
 
 def opponent_line(config: Config, world: World) -> list[str]:
@@ -232,8 +250,10 @@ def opponent_line(config: Config, world: World) -> list[str]:
     if sided is None or not needs_opponents(config, world):
         return []
     lines = [f"opponent     {sided.opponent}; in evaluations: {', '.join(panel_of(config, sided))}"]
-    for words, facts in other_facts(config, world).items():
-        weights = facts.num_parameters * find_device(config.engine_in_use).dtype_bytes
+    engine = config.engine_in_use
+    device = engine.model_copy(update={"device": config.opponent.device or engine.device})
+    for words, base in _other_bases(config, world).items():
+        weights = read_facts(base, runs_here=True).num_parameters * find_device(device).dtype_bytes
         cache = f"KV cache {config.opponent.kv_cache_gib:.2f} GiB"
         lines.append(f"             {words} is loaded beside the policy: weights {format_bytes(weights)}, {cache}")
     return lines
