@@ -56,6 +56,30 @@ def test_pairs_are_played_and_learned_from(kind: str, tmp_path: Path, capsys: py
         assert abs(margins[0]) < 1e-3, "the sampling policy is the reference, and training starts there"
 
 
+@pytest.mark.parametrize("step", [None, "last"])
+def test_the_printed_command_learns_from_where_the_pairs_were_played(
+    step: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, file = tmp_path / "run", tmp_path / "pairs.parquet"
+    shape = ("model.rank=4", "train.learning_rate=0.05")
+    assert turnwise("train", WORLD, *SMALL, *shape, "warmup.steps=0", "train.steps=2", f"run.dir={run_dir}") == 0
+    capsys.readouterr()
+    which = () if step is None else ("--step", step)
+    assert turnwise("pairs", str(run_dir), *which, "--kind", "dpo", "--tasks", "6", "--out", str(file)) == 0
+    printed = capsys.readouterr().out.split("learn from it: turnwise ")[1].splitlines()[0].split()
+    assert "warmup.steps=0" in printed
+
+    def first_margin(name: str, *command: str) -> float:
+        place = tmp_path / name
+        assert turnwise(*command, *SMALL, "train.steps=1", f"run.dir={place}") == 0
+        with RunReader(place) as run:
+            return abs(run.metric("train/pair_margin")[0][1])
+
+    assert first_margin("as printed", *printed) < 1e-3
+    fresh = [word for word in printed if not word.startswith("model.from=")]
+    assert first_margin("fresh", *fresh) > 1e-2, "the base model is not the policy that played"
+
+
 def _told(capsys: pytest.CaptureFixture[str]) -> tuple[int, int]:
     """The numbers of attempts and of sampled tokens that the command tells."""
     found = re.search(r"from (\d+) attempts and ([\d,]+) sampled tokens", capsys.readouterr().out)

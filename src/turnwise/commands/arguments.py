@@ -324,7 +324,7 @@ examples:
   turnwise pairs smollm2 --env key_door --out pairs.parquet       play 8 dialogues per task; pair the best and the worst
   turnwise pairs runs/a --kind refuel --out pairs.parquet         play two continuations of each dialogue
   turnwise pairs runs/a runs/b --stored --out pairs.parquet       pair the attempts that these runs stored
-  turnwise train key_door method=dpo data.pairs=pairs.parquet     learn from the pairs
+  turnwise train key_door model.from=runs/a warmup.steps=0 method=dpo data.pairs=pairs.parquet    learn from the pairs
 """
 
 
@@ -419,7 +419,8 @@ def _add_tournament(commands: Any) -> None:
         "tournament",
         help="let runs, checkpoints, models and scripts play each other, and rate them",
         description="Let players play each other at held-out tasks of a world with two sides, each in both seats. It "
-        "prints Elo ratings, rewards, agreement and joint surplus with intervals, and the cross-play matrix.",
+        "prints Elo ratings, rewards, agreement, joint surplus and efficient deals with intervals, and the "
+        "cross-play matrix.",
     )
     parser.add_argument(
         "players",

@@ -29,6 +29,7 @@ from turnwise.envs.base import Task
 from turnwise.envs.joint import leaves
 from turnwise.errors import ConfigError, DataError
 from turnwise.judges import attach_judge
+from turnwise.models.config import ModelConfig
 from turnwise.opponents.seating import scripted_twin
 from turnwise.rollout.branch import BranchRollout, check_can_branch
 from turnwise.rollout.group import Rollout, RolloutResult
@@ -40,6 +41,7 @@ from turnwise.training.assemble import Parts, assemble, distinct_tasks, make_ren
 from turnwise.training.pairs import PairKind, StoredPair, check_can_write, push_pairs, write_pairs
 from turnwise.training.policy import PolicySampler
 from turnwise.training.setup import find_facts
+from turnwise.training.start_from import SHAPE
 from turnwise.training.stored import Origin, check_origin, check_pairable, origin_of, train_rows
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -86,6 +88,8 @@ class _Found:
     num_attempts: int = 0
     num_tokens: int = 0
     """Sampled tokens; 0 where nothing was played."""
+    start: Sequence[str] = ()
+    """The options with which training begins with the policy that played, the reference of the pairs."""
 
     def add(self, group: TrajectoryGroup, kind: PairKind, store: Callable[[PreferencePair], StoredPair]) -> None:
         """The pairs that a group gives, if any."""
@@ -157,7 +161,9 @@ def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOpt
         print(f"pushed to {options.hf_repo}")
     first = found.pairs[0]
     world = first.world if " " not in first.world else "FILE"
-    print(f"learn from it: turnwise train {world} model={first.model} method={options.kind} data.pairs={options.out}")
+    start = "".join(f" {option}" for option in found.start)
+    learn = f"turnwise train {world} model={first.model}{start} method={options.kind} data.pairs={options.out}"
+    print(f"learn from it: {learn}")
     return 0
 
 
@@ -174,7 +180,7 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
         with policy.opposed(parts.world, parts.rollout) as world:
             seated = replace(parts, world=world)
             played = asyncio.run(_play_tasks(policy, policy.sampler, seated, tasks, options))
-    origin, found = origin_of(policy.config), _Found()
+    origin, found = origin_of(policy.config), _Found(start=_start(target, policy, options.step))
     data = {task.id: task.data for task in tasks}
     stats = played[-1].stats  # one player counts over all parts
     found.num_attempts = len(stats.kept) + stats.dropped.total()
@@ -190,6 +196,16 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
             f"{options.num_tokens:,}; add --tasks"
         )
     return found
+
+
+def _start(target: str, policy: PolicySampler, step: str | None) -> list[str]:
+    """The options with which a run begins with this policy. A warm-up would move it away from what the pairs saw."""
+    if policy.checkpoint is None:
+        return ["warmup.steps=0"]
+    model, usual = policy.config.model, ModelConfig()
+    shape = [f"model.{name}={getattr(model, name)}" for name in SHAPE if getattr(model, name) != getattr(usual, name)]
+    is_best = is_run(Path(target)) and step is None
+    return [*shape, f"model.from={target if is_best else policy.files or policy.checkpoint}", "warmup.steps=0"]
 
 
 def _where(target: str, policy: PolicySampler) -> str:

@@ -18,12 +18,20 @@ from turnwise.envs.seats import Opponent, TwoSidedWorld
 from turnwise.errors import ConfigError
 from turnwise.opponents.matrix_figure import matrix_svg, short_labels
 from turnwise.opponents.seating import two_sided
-from turnwise.opponents.tournament import Estimate, Standings, TournamentGame, play_tournament, standings
+from turnwise.opponents.tournament import (
+    Estimate,
+    Standings,
+    TournamentGame,
+    TournamentLimits,
+    play_tournament,
+    standings,
+)
 from turnwise.rollout.seeds import derive_seed
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runtime.exit_codes import ExitCode
 from turnwise.training.assemble import distinct_tasks, make_eval_rollout
-from turnwise.training.opponents import POOL, SELF, Opponents
+from turnwise.training.opponent_words import POOL, SELF
+from turnwise.training.opponents import Opponents
 from turnwise.training.policy import PolicySampler, WorldChoice, find_policy
 from turnwise.training.setup import find_facts, read_config
 
@@ -59,7 +67,8 @@ def run_tournament(players: Sequence[str], overrides: Sequence[str], options: To
         with _seat(players, policy, world, sided) as seated:
             progress = _GamesDone(len(players) * (len(players) - 1) * len(tasks))
             say(f"{len(tasks)} held-out tasks, {progress.num_games} games ...")
-            work = play_tournament(sided, seated, tasks, seed=config.train.seed, on_game=progress.add)
+            limits = TournamentLimits(deadline_s=config.opponent.deadline_s)
+            work = play_tournament(sided, seated, tasks, seed=config.train.seed, limits=limits, on_game=progress.add)
             games = asyncio.run(work)
     table = standings(games)
     print(_to_json(table, games) if options.as_json else "\n".join(_lines(table, sided, games)))
@@ -133,15 +142,19 @@ def _lines(table: Standings, sided: TwoSidedWorld, games: Sequence[TournamentGam
     names = sorted(table.names, key=lambda name: -table.ratings[name].value)
     labels = short_labels(names, MAX_LABEL)
     width = max(len(label) for label in labels.values())
-    head = f"{'player':<{width}}  {'Elo':>22}  {'reward':>18}  seat 0  seat 1  agreement  joint"
+    columns = {
+        "reward": table.payoffs,
+        "agreement": table.agreement,
+        "joint": table.joint,
+        "efficient": table.efficient,
+    }
+    heads = "".join(f"  {head:>18}" for head in columns)
+    head = f"{'player':<{width}}  {'Elo':>22}  seat 0  seat 1{heads}"
     lines = [head]
     for name in names:
         first, second = (_cell(value) for value in table.by_seat[name])
-        elo, reward = table.ratings[name].number(0), table.payoffs[name].number()
-        lines.append(
-            f"{labels[name]:<{width}}  {elo:>22}  {reward:>18}  {first:>6}  {second:>6}  "
-            f"{_cell(table.agreement[name]):>9}  {_cell(table.joint[name]):>5}"
-        )
+        cells = "".join(f"  {_number(found[name]):>18}" for found in columns.values())
+        lines.append(f"{labels[name]:<{width}}  {table.ratings[name].number(0):>22}  {first:>6}  {second:>6}{cells}")
     lines += [
         "",
         "reward of the row against the column:",
@@ -160,9 +173,10 @@ def _lines(table: Standings, sided: TwoSidedWorld, games: Sequence[TournamentGam
 
 def _matrix_cell(table: Standings, own: str, other: str) -> str:
     """Empty on the diagonal; a dash where all games of a pair failed."""
-    if own == other:
-        return ""
-    found = table.matrix[own, other]
+    return "" if own == other else _number(table.matrix[own, other])
+
+
+def _number(found: Estimate) -> str:
     return "-" if math.isnan(found.value) else found.number()
 
 
@@ -182,8 +196,9 @@ def _to_json(table: Standings, games: Sequence[TournamentGame]) -> str:
             "elo": asdict(table.ratings[name]),
             "reward": asdict(table.payoffs[name]),
             "by_seat": [plain(value) for value in table.by_seat[name]],
-            "agreement": plain(table.agreement[name]),
-            "joint": plain(table.joint[name]),
+            "agreement": cell(table.agreement[name]),
+            "joint": cell(table.joint[name]),
+            "efficient": cell(table.efficient[name]),
             "against": {other: cell(found) for (own, other), found in table.matrix.items() if own == name},
         }
         for name in table.names

@@ -32,6 +32,8 @@ class DeviceInfo:
     """Bytes of the GPU's memory that this process may still take; 0 for a CPU."""
     total_bytes: int = 0
     """Bytes of the GPU's memory that belong to this process; 0 for a CPU."""
+    reserved_bytes: int = 0
+    """Bytes that other models will have taken before the engine is loaded."""
 
     @property
     def facts(self) -> DeviceFacts:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -33,10 +34,12 @@ class JudgeFailedError(TurnwiseError):
 class JudgeBusyError(JudgeFailedError):
     """The model gave no answer this time."""
 
-    def __init__(self, detail: str, *, wait_s: float | None = None) -> None:
+    def __init__(self, detail: str, *, wait_s: float | None = None, is_rate_limit: bool = False) -> None:
         super().__init__(detail)
         self.wait_s = wait_s
         """How long the other side asks us to wait; None when it does not say."""
+        self.is_rate_limit = is_rate_limit
+        """We asked too often."""
 
 
 class JudgeModel(Protocol):
@@ -62,8 +65,12 @@ class AddressModel:
     max_tokens: int = 512
     timeout_s: float = 30.0
     """Time limit of one request."""
+    asker: str = "a judge"
+    """Who asks the model, for an error."""
 
     def __post_init__(self) -> None:
+        if find_spec("httpx2") is None:
+            raise ConfigError(f"{self.asker} behind an address needs the package httpx2: pip install 'turnwise[judge]'")
         parts = urlsplit(self.base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"base_url={self.base_url!r}; expected an address such as http://127.0.0.1:8000/v1")
@@ -86,13 +93,15 @@ class AddressModel:
             }
         )
         if status in (408, 409, 425, 429) or status >= 500:
-            raise JudgeBusyError(f"status {status}: {text[:200]}", wait_s=_read_wait(headers.get("retry-after")))
+            wait_s = _read_wait(headers.get("retry-after"))
+            raise JudgeBusyError(f"status {status}: {text[:200]}", wait_s=wait_s, is_rate_limit=status == 429)
         if status != 200:
             raise JudgeFailedError(f"status {status}: {text[:200]}")
         return _read_content(text)
 
     async def _post(self, request: dict[str, Any]) -> tuple[int, Any, str]:
-        httpx = _httpx()
+        import httpx2 as httpx
+
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         address = f"{self.base_url.rstrip('/')}/chat/completions"
         try:
@@ -214,13 +223,3 @@ def _read_wait(header: str | None) -> float | None:
     except ValueError:
         return None
     return max(0.0, (when.astimezone(UTC) - datetime.now(UTC)).total_seconds())
-
-
-def _httpx() -> Any:
-    try:
-        import httpx2
-    except ImportError as cause:
-        raise ConfigError(
-            "a judge behind an address needs the package httpx2: pip install 'turnwise[judge]'"
-        ) from cause
-    return httpx2

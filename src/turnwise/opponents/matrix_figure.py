@@ -1,7 +1,7 @@
 """The cross-play matrix of a tournament as an SVG picture: rows are players, columns are their opponents.
 
-Beside the matrix stand each player's mean reward, its share of games with a deal and its joint surplus, so that one who
-wins by being unreasonable is seen at once: dark cells, and a small joint surplus.
+Beside the matrix stand each player's mean reward, its share of games with a deal, its joint surplus and its share of
+efficient deals, so that one who wins by being unreasonable is seen at once: dark cells, and a small joint surplus.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ def matrix_svg(table: Standings, title: str) -> str:
             parts += _cell(left + CELL * column, y, table.matrix.get((own, other)), known)
         for column, (_, values) in enumerate(beside):
             x = left + CELL * (len(names) + column + 0.5) + 12
-            parts.append(_text(x, y + HEIGHT / 2 + 4, _number(values[own]), "middle"))
+            parts += _number(x, y, values[own])
     for column, (head, _) in enumerate(beside):
         parts.append(_text(left + CELL * (len(names) + column + 0.5) + 12, TOP - 10, head, "middle"))
     return "\n".join([*parts, "</svg>", ""])
 
 
-_READ = "rows by rating, the best first; a cell: the row's reward against the column, with its 95 % interval"
+_READ = (
+    "rows by rating, the best first; a cell: the row's reward against the column; below each number its 95 % interval"
+)
 
 
 def short_labels(names: Sequence[str], length: int = 24) -> dict[str, str]:
@@ -78,15 +80,15 @@ def _is_in_run(name: str) -> bool:
     return len(parts) > 4 and parts[-4] == "checkpoints"
 
 
-def _columns_beside(table: Standings) -> list[tuple[str, Mapping[str, float]]]:
+def _columns_beside(table: Standings) -> list[tuple[str, Mapping[str, Estimate]]]:
     """What is said of a player over all its games, where the world says it."""
-    reward = {name: payoff.value for name, payoff in table.payoffs.items()}
-    columns: list[tuple[str, Mapping[str, float]]] = [
-        ("all games", reward),
+    columns: list[tuple[str, Mapping[str, Estimate]]] = [
+        ("all games", table.payoffs),
         ("agreement", table.agreement),
         ("joint surplus", table.joint),
+        ("efficient", table.efficient),
     ]
-    return [(head, values) for head, values in columns if any(math.isfinite(value) for value in values.values())]
+    return [(head, found) for head, found in columns if any(math.isfinite(one.value) for one in found.values())]
 
 
 def _cell(x: float, y: float, cell: Estimate | None, known: Sequence[float]) -> list[str]:
@@ -95,19 +97,22 @@ def _cell(x: float, y: float, cell: Estimate | None, known: Sequence[float]) -> 
         square = _square(x, y, "#eeeeee")
         return [square] if cell is None else [square, _text(x + CELL / 2, y + HEIGHT / 2 + 4, "no game", "middle", 11)]
     shade = (cell.value - min(known)) / max(max(known) - min(known), 1e-9)
-    return [
-        _square(x, y, f"rgb({255 - round(180 * shade)},{255 - round(110 * shade)},255)"),
-        _text(x + CELL / 2, y + HEIGHT / 2 - 2, f"{cell.value:.2f}", "middle"),
-        _text(x + CELL / 2, y + HEIGHT / 2 + 15, f"{cell.low:.2f} to {cell.high:.2f}", "middle", 11),
-    ]
+    square = _square(x, y, f"rgb({255 - round(180 * shade)},{255 - round(110 * shade)},255)")
+    return [square, *_number(x + CELL / 2, y, cell)]
 
 
 def _square(x: float, y: float, fill: str) -> str:
     return f"<rect x='{x:g}' y='{y:g}' width='{CELL}' height='{HEIGHT}' fill='{fill}' stroke='white'/>"
 
 
-def _number(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "–"
+def _number(x: float, y: float, found: Estimate) -> list[str]:
+    """A number with its interval below."""
+    if not math.isfinite(found.value):
+        return [_text(x, y + HEIGHT / 2 + 4, "–", "middle")]
+    return [
+        _text(x, y + HEIGHT / 2 - 2, f"{found.value:.2f}", "middle"),
+        _text(x, y + HEIGHT / 2 + 15, f"{found.low:.2f} to {found.high:.2f}", "middle", 11),
+    ]
 
 
 def _fitting(label: str) -> int:

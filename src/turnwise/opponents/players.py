@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from turnwise.client.base import SamplingClient
 from turnwise.envs.game import Game
+from turnwise.envs.seats import OPPONENT_DEADLINE_S
 from turnwise.errors import AttemptFailed, Party
-from turnwise.judges.models import AddressModel
+from turnwise.judges.models import AddressModel, JudgeBusyError
 from turnwise.renderers.base import Renderer
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
+
+RATE_LIMIT_WAIT_S = 1.0
+"""How long we wait after an answer 429 that does not say how long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +31,8 @@ class SamplerOpponent:
     max_tokens: int = 64
     context_length: int = 0
     """Most tokens of prompt and reply; 0: not bounded here."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a reply, besides the renderer's stop tokens."""
     is_scripted: bool = False
 
     async def reply(self, game: Game, dialogue: Sequence[Message], seed: int) -> str:  # noqa: ARG002 - it reads words
@@ -41,6 +49,7 @@ class SamplerOpponent:
             max_tokens=max_tokens,
             temperature=self.temperature,
             seed=seed,
+            stop=list(self.stop) or None,
             stop_token_ids=list(self.renderer.stop_ids),
         )
         prompt = ModelInput.from_ints(prompt_ids)
@@ -54,10 +63,23 @@ class AddressOpponent:
 
     name: str
     model: AddressModel
+    deadline_s: float = OPPONENT_DEADLINE_S
+    """Seconds for one reply. An address that asks us to wait longer has failed."""
     is_scripted: bool = False
 
     async def reply(self, game: Game, dialogue: Sequence[Message], seed: int) -> str:  # noqa: ARG002
-        return await self.model.answer(dialogue)
+        ends_s = time.monotonic() + self.deadline_s
+        while True:
+            try:
+                return await self.model.answer(dialogue)
+            except JudgeBusyError as busy:
+                wait_s = busy.wait_s if busy.wait_s is not None else RATE_LIMIT_WAIT_S
+                if busy.wait_s is None and not busy.is_rate_limit:
+                    raise
+                if time.monotonic() + wait_s >= ends_s:
+                    detail = f"{busy}; it asks for {wait_s:g} s, more than is left of {self.deadline_s:g} s"
+                    raise AttemptFailed(Party.OPPONENT, f"{self.name}: {detail}") from busy
+            await asyncio.sleep(wait_s)
 
 
 @dataclass(slots=True)

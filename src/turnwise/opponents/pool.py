@@ -34,6 +34,8 @@ SNAPSHOT_FILES = "opponent-"
 """How the names of the snapshots' checkpoints begin."""
 _REMEMBERED = 4096
 """Groups whose opponent is remembered; more are never under way at once."""
+MIN_GAMES = 16
+"""Games on each side from which shares of wins are compared."""
 
 
 class PoolState(TypedDict):
@@ -134,6 +136,21 @@ class OpponentPool:
                 counts = self.results.setdefault(self.newest, {}).setdefault(name, [0.0, 0.0])
                 counts[0] += sum(WON_SHARES[result] for result in own)
                 counts[1] += len(own)
+
+    def exploitation(self) -> float | None:
+        """How much larger a share of its games the policy has won against its newest snapshot than against older ones
+        and the base model, since that snapshot joined. None while either side has too few games.
+
+        Who gets better beats older ones at least as often as the newest one. Games without a deal are draws, so a base
+        model that never agrees is neither beaten nor lost to.
+        """
+        with self._lock:
+            played = self.results.get(self.newest, {})
+            older = {*self.snapshots, *([self.base.name] if self.base is not None else [])}
+            won_new, num_new = played.get(self.newest, [0.0, 0.0])
+            counts = [played[name] for name in older - {self.newest} if name in played]
+        won_old, num_old = (sum(one[index] for one in counts) for index in (0, 1))
+        return won_new / num_new - won_old / num_old if min(num_new, num_old) >= MIN_GAMES else None
 
     def to_state(self) -> PoolState:
         with self._lock:

@@ -5,8 +5,9 @@
 
 For each pair of players and each task there are two games, so that each has both seats. A rating is Bradley-Terry's
 strength on the Elo scale: the larger reward wins a game, and equal rewards are half a win each. Intervals come from
-drawing tasks again, because the games at one task are not independent. Own payoff, agreement and joint surplus stand
-beside it: a player that wins by being unreasonable has a high rating and a low joint surplus.
+drawing tasks again, because the games at one task are not independent. Own payoff, agreement, joint surplus and the
+share of deals that nobody could improve for free stand beside it: a player that wins by being unreasonable has a high
+rating and a low joint surplus.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from functools import partial
+from itertools import combinations, permutations
 
 import numpy as np
 
@@ -65,12 +67,28 @@ class Standings:
     payoffs: Mapping[str, Estimate]
     by_seat: Mapping[str, tuple[float, float]]
     """Mean reward in seat 0 and in seat 1; nan where a player never had the seat."""
-    agreement: Mapping[str, float]
-    """nan where the world does not say."""
-    joint: Mapping[str, float]
+    agreement: Mapping[str, Estimate]
+    """The share of games with a deal; this and the next two are nan where the world does not say."""
+    joint: Mapping[str, Estimate]
+    """Both payoffs together, as a share of the most that they could be."""
+    efficient: Mapping[str, Estimate]
+    """The share of games whose deal is on the Pareto frontier."""
     matrix: Mapping[tuple[str, str], Estimate]
     """(player, opponent) to the player's reward."""
     num_failed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TournamentLimits:
+    """How the games are played, whoever plays."""
+
+    deadline_s: float = OPPONENT_DEADLINE_S
+    """Seconds for one reply."""
+    max_concurrency: int = 64
+    """Games at the same time."""
+
+
+DEFAULT_LIMITS = TournamentLimits()
 
 
 async def play_tournament(
@@ -79,7 +97,7 @@ async def play_tournament(
     tasks: Sequence[Task],
     *,
     seed: int,
-    max_concurrency: int = 64,
+    limits: TournamentLimits = DEFAULT_LIMITS,
     on_game: Callable[[], None] = lambda: None,
 ) -> list[TournamentGame]:
     """Play every pair at every task, with both seatings. A player that is None is the world's script of that name.
@@ -87,13 +105,13 @@ async def play_tournament(
     Args:
         on_game: Called after each game.
     """
-    room = asyncio.Semaphore(max_concurrency)
+    room = asyncio.Semaphore(limits.max_concurrency)
     pairs = [seating for pair in combinations(players, 2) for seating in (pair, pair[::-1])]
 
     async def one(names: tuple[str, str], task: Task) -> TournamentGame:
         async with room:
             seated = [players[name] or ScriptedOpponent(world, name, task) for name in names]
-            game = await _play(world, names, seated, task, seed)
+            game = await _play(_Table(world, names, seated, limits.deadline_s), task, seed)
         on_game()
         return game
 
@@ -101,10 +119,19 @@ async def play_tournament(
     return list(await asyncio.gather(*games))
 
 
-async def _play(
-    world: TwoSidedWorld, names: tuple[str, str], players: Sequence[Opponent], task: Task, seed: int
-) -> TournamentGame:
-    game = world.make_game(task, random_for("game", seed, task.id).getrandbits(31))
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Who sits where."""
+
+    world: TwoSidedWorld
+    names: tuple[str, str]
+    players: Sequence[Opponent]
+    deadline_s: float
+
+
+async def _play(table: _Table, task: Task, seed: int) -> TournamentGame:
+    names = table.names
+    game = table.world.make_game(task, random_for("game", seed, task.id).getrandbits(31))
     heard: tuple[list[Message], list[Message]] = ([], [])
     for number in range(_MAX_MOVES):
         seat = game.to_move
@@ -116,8 +143,11 @@ async def _play(
         own += [*(game.rules(seat) if not own else []), *game.view(seat)]
         draw = random_for("move", seed, task.id, names[seat], number).getrandbits(31)
         try:
-            async with asyncio.timeout(OPPONENT_DEADLINE_S):
-                text = await players[seat].reply(game, tuple(own), draw)
+            async with asyncio.timeout(table.deadline_s):
+                text = await table.players[seat].reply(game, tuple(own), draw)
+        except TimeoutError:
+            failure = f"{names[seat]}: no answer within {table.deadline_s:g} s"
+            return TournamentGame(task_id=task.id, names=names, rewards=None, failure=failure)
         except Exception as cause:  # noqa: BLE001 - whatever it raises, this player failed
             error = cause if isinstance(cause, AttemptFailed) else AttemptFailed(Party.OPPONENT, repr(cause))
             return TournamentGame(task_id=task.id, names=names, rewards=None, failure=f"{names[seat]}: {error.detail}")
@@ -144,11 +174,15 @@ def standings(games: Sequence[TournamentGame], *, seed: int = 0) -> Standings:
     return Standings(
         names=names,
         ratings={name: _estimate(ratings[name], [one[name] for one in drawn]) for name in names},
-        payoffs={name: _mean_over_tasks(by_task, name, None, rng) for name in names},
+        payoffs={name: _mean_over_tasks(by_task, partial(_rewards, name=name), rng) for name in names},
         by_seat={name: (_seat_mean(scored, name, 0), _seat_mean(scored, name, 1)) for name in names},
-        agreement={name: _info_mean(scored, name, "agreement") for name in names},
-        joint={name: _info_mean(scored, name, "joint") for name in names},
-        matrix={(a, b): _mean_over_tasks(by_task, a, b, rng) for a in names for b in names if a != b},
+        matrix={
+            (own, other): _mean_over_tasks(by_task, partial(_rewards, name=own, other=other), rng)
+            for own, other in permutations(names, 2)
+        },
+        agreement=_info(by_task, names, "agreement", rng),
+        joint=_info(by_task, names, "joint", rng),
+        efficient=_info(by_task, names, "efficient", rng),
         num_failed=len(games) - len(scored),
     )
 
@@ -166,16 +200,18 @@ def bradley_terry(games: Sequence[TournamentGame], names: Sequence[str]) -> dict
     return dict(zip(names, elo_ratings(wins).tolist(), strict=True))
 
 
-def _rewards(game: TournamentGame, name: str, other: str | None) -> list[float]:
+def _rewards(game: TournamentGame, *, name: str, other: str | None = None) -> list[float]:
     assert game.rewards is not None, "only scored games count"
     pairs = zip(game.names, game.rewards, game.names[::-1], strict=True)
     return [reward for own, reward, against in pairs if own == name and other in (None, against)]
 
 
 def _mean_over_tasks(
-    by_task: Mapping[str, Sequence[TournamentGame]], name: str, other: str | None, rng: np.random.Generator
+    by_task: Mapping[str, Sequence[TournamentGame]],
+    values_of: Callable[[TournamentGame], Sequence[float]],
+    rng: np.random.Generator,
 ) -> Estimate:
-    found = [[r for game in games for r in _rewards(game, name, other)] for games in by_task.values()]
+    found = [[value for game in games for value in values_of(game)] for games in by_task.values()]
     means = np.array([np.mean(own) for own in found if own])
     if not len(means):
         return Estimate(value=math.nan, low=math.nan, high=math.nan)
@@ -193,6 +229,12 @@ def _seat_mean(games: Sequence[TournamentGame], name: str, seat: int) -> float:
     return float(np.mean(own)) if own else math.nan
 
 
-def _info_mean(games: Sequence[TournamentGame], name: str, key: str) -> float:
-    own = [game.info[key] for game in games if name in game.names and key in game.info]
-    return float(np.mean(own)) if own else math.nan
+def _info(
+    by_task: Mapping[str, Sequence[TournamentGame]], names: Sequence[str], key: str, rng: np.random.Generator
+) -> dict[str, Estimate]:
+    """What the world says of a player's games."""
+
+    def said(game: TournamentGame, *, name: str) -> list[float]:
+        return [game.info[key]] if name in game.names and key in game.info else []
+
+    return {name: _mean_over_tasks(by_task, partial(said, name=name), rng) for name in names}

@@ -27,6 +27,7 @@ from typing import cast
 from turnwise.client.base import SamplingClient
 from turnwise.envs.base import EnvStep, Task
 from turnwise.envs.game import Game, GameWorld
+from turnwise.envs.seats import RESULT, result_of
 from turnwise.errors import AttemptFailed, ConfigError, Party
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.call import call, call_now
@@ -295,9 +296,17 @@ class _SeatEnv:
             return EnvStep(truncated=True, is_unparsable=not is_read)  # another seat reached a limit of the run
         return self._table.game.outcome(self._seat).to_env_step(is_unparsable=not is_read)
 
+    def _result(self) -> dict[str, str]:
+        """Of a game of two that is over: whether this seat got more."""
+        game = self._table.game
+        if game.to_move is not None or game.num_seats != 2:
+            return {}
+        own, other = (game.outcome(seat).reward for seat in (self._seat, 1 - self._seat))
+        return {RESULT: result_of(own, other)}
+
     def _labels(self) -> dict[str, str]:
         said = [text for seat, text in self._table.said if seat != self._seat]
-        return {"opponent": "self", "seat": str(self._seat), "opponent_said": json.dumps(said)}
+        return {"opponent": "self", "seat": str(self._seat), "opponent_said": json.dumps(said)} | self._result()
 
     async def close(self) -> None:
         self._table.leave()

@@ -59,6 +59,8 @@ class Memory:
     """Processes that each take as much."""
     learners_here: int = 1
     """Those of them on this machine; on a CPU they share its memory."""
+    opponents: int = 0
+    """Weights and KV caches of opponents with other base models on the same device, which are loaded first."""
     gathered: int = 0
     """Room for the blocks that a pass gathers, where each learner holds a part of the weights."""
 
@@ -69,7 +71,7 @@ class Memory:
     @property
     def num_fixed(self) -> int:
         """Bytes that the run needs in any case. The KV cache and the passes take what is left."""
-        return self.weights + self.merged + self.adapter + self.gathered
+        return self.weights + self.merged + self.adapter + self.gathered + self.opponents
 
     def check_fits(self) -> None:
         """Refuse a run whose weights and training state alone are more than the device holds."""
@@ -80,11 +82,13 @@ class Memory:
             self._check_pass(capacity)
             return
         where = "the GPU has free" if is_gpu else "this machine has"
+        what = "weights, opponents and what is trained" if self.opponents else "weights and what is trained"
         hint = "model.train=lora, or a smaller model" if self.trained == "full" else "a smaller model"
+        hint += ", or opponent.device or less opponent.kv_cache_gib" if self.opponents else ""
         hint += ", or more learners" if self.gathered else ", or cluster.learners with cluster.shard=true"
         of_all = f" of {self.learners_here} learners" if self.learners_here > 1 and not is_gpu else ""
         raise ConfigError(
-            f"weights and what is trained{of_all} need {format_bytes(needed)}, and {where} {format_bytes(capacity)}; "
+            f"{what}{of_all} need {format_bytes(needed)}, and {where} {format_bytes(capacity)}; "
             f"use {hint}. In all: {self.line()}"
         )
 
@@ -114,6 +118,7 @@ class Memory:
             **({} if is_full else {"their merged copy": self.merged}),
             "trained weights and optimizer" if is_full else "adapter and optimizer": self.adapter,
             **({"gathered blocks": self.gathered} if self.gathered else {}),
+            **({"opponents": self.opponents} if self.opponents else {}),
             "KV cache": self.kv_cache,
             f"training pass of up to {self.num_pass_tokens:,} tokens{twice}": self.training_pass,
         }
@@ -143,7 +148,7 @@ def estimate_memory(
     weights, gathered = facts.num_parameters * size // parts, _gathered_bytes(config, device, facts)
     split = split_memory(
         engine.model_copy(update={"merge_adapter": "never"}) if gathered else engine,
-        replace(device, free_bytes=max(0, device.free_bytes - weights - gathered)),
+        replace(device, free_bytes=max(0, device.free_bytes - weights - gathered - device.reserved_bytes)),
         facts,
         adapted_parameters=sum(shape.num_values for shape in facts.linears.values()),
         context_length=facts.context_length,
@@ -167,6 +172,7 @@ def estimate_memory(
         learners=config.cluster.learners,
         learners_here=count_here(config.cluster.learners, config.cluster),
         gathered=gathered,
+        opponents=device.reserved_bytes,
     )
 
 

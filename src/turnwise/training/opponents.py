@@ -1,13 +1,4 @@
-"""The opponents of a run: from the words of `env.options.opponent` to players.
-
-    fair, tough ...        a script of the world
-    base                   the model before training
-    self                   the policy's newest weights
-    pool                   base, snapshots, scripts, by weights (`turnwise.opponents.pool`)
-    runs/a, DIR, tinker:// a checkpoint: the best of a run, or one by itself
-    smollm2, DIR           another model
-    http://...             an OpenAI-compatible address; `opponent.model` is the model's name there
-    tinker+http://...      a Tinker service; `opponent.model` is a base model or a `tinker://` path there
+"""The opponents of a run: from the words of `env.options.opponent` (`opponent_words.py`) to players.
 
 Weights of the policy's own base model are sampled by the engine that trains, in the same batches. Another base model is
 loaded beside it, before it, so that the engine plans with the memory that is left.
@@ -16,203 +7,36 @@ loaded beside it, before it, so that the engine plans with the memory that is le
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 from turnwise.client.base import SamplingClient, TrainingClient
-from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore, read_info
+from turnwise.client.checkpoints import SCHEMES
 from turnwise.client.local import ServiceClient
 from turnwise.client.publish import NewestSampler, VersionedSampler
 from turnwise.client.remote import RemoteServiceClient
 from turnwise.config.config import Config
-from turnwise.engine.budget import format_bytes
-from turnwise.engine.device_info import find_device
+from turnwise.config.files import config_from_yaml
 from turnwise.envs.base import Task, World
-from turnwise.envs.remote.client import WorkedWorld, worked_part
-from turnwise.envs.seats import RESULT, Opponent, ScriptedOpponent, TwoSidedWorld
-from turnwise.envs.wrapped import WorldWrapper
+from turnwise.envs.seats import RESULT, WON_SHARES, Opponent, ScriptedOpponent
 from turnwise.errors import CheckpointError, ConfigError, ModelError, ServiceError
 from turnwise.judges.models import AddressModel
 from turnwise.models import store as model_store
-from turnwise.models.facts import ModelFacts, read_facts
-from turnwise.opponents.config import OpponentConfig
+from turnwise.models.facts import read_facts
 from turnwise.opponents.players import AddressOpponent, SamplerOpponent
 from turnwise.opponents.pool import SNAPSHOT_FILES, OpponentPool, PoolState
 from turnwise.opponents.seating import seat, seat_script, two_sided
 from turnwise.renderers import get_renderer
 from turnwise.rollout.config import RolloutConfig
-from turnwise.runlog.reader import RunReader, is_run
+from turnwise.rollout.self_play import split_seats
+from turnwise.runlog.reader import RunReader
 from turnwise.training.assemble import make_renderer
-from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.evaluate import metric_word
+from turnwise.training.opponent_words import BASE, POOL, SELF, TINKER_PREFIX, OpponentSource, find_source, panel_of
 from turnwise.trajectory import TrajectoryGroup
 
-ADAPTER_FILE = "adapter_config.json"
-BASE, SELF, POOL = "base", "self", "pool"
-TINKER_PREFIX = "tinker+"
-Kind = Literal["script", "base", "self", "pool", "checkpoint", "model", "address", "tinker"]
 Report = Callable[[str], None]
 AnyService = ServiceClient | RemoteServiceClient
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpponentSource:
-    """What the words of an option mean."""
-
-    kind: Kind
-    words: str
-    files: Path | None = None
-    """The files of a checkpoint, or the directory of a model."""
-    base: Path | None = None
-    """The directory of its base model, where that is known."""
-
-
-def find_source(words: str, world: TwoSidedWorld) -> OpponentSource:
-    """Read an option. What is neither a script nor anything that can be found is refused, with what was tried."""
-    if words in world.scripted_opponents:
-        return OpponentSource(kind="script", words=words)
-    for kind in (BASE, SELF, POOL):
-        if words == kind:
-            return OpponentSource(kind=kind, words=words)
-    if words.startswith(("http://", "https://")):
-        return OpponentSource(kind="address", words=words)
-    if words.startswith(TINKER_PREFIX):
-        return OpponentSource(kind="tinker", words=words)
-    files = _checkpoint_files(words)
-    if files is not None:
-        info = read_info(files)
-        base = Path(info.model_directory) if info is not None else None
-        return OpponentSource(kind="checkpoint", words=words, files=files, base=base)
-    try:
-        directory = model_store.resolve_model(words).directory
-    except ModelError as cause:
-        scripts = ", ".join(world.scripted_opponents)
-        raise ConfigError(
-            f"opponent={words}: expected a script ({scripts}), base, self, pool, a run or checkpoint directory, an "
-            f"address such as http://127.0.0.1:8000/v1, or a model; as a model: {cause}"
-        ) from cause
-    return OpponentSource(kind="model", words=words, files=directory, base=directory)
-
-
-def _checkpoint_files(words: str) -> Path | None:
-    path = Path(words).expanduser()
-    if is_run(path):
-        with RunReader(path) as run:
-            row = choose_checkpoint(run, "best").row
-        return CheckpointStore(path).directory(row.path)
-    if words.startswith(SCHEMES):
-        return CheckpointStore(model_store.home()).find(words).directory
-    return path if (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file() else None
-
-
-def default_panel(sided: TwoSidedWorld) -> tuple[str, ...]:
-    """The opponents of an evaluation, if the config names none: fixed ones, so that evaluations compare."""
-    if sided.opponent in (SELF, POOL):
-        return (BASE, sided.scripted_opponents[0])
-    return (sided.opponent,)
-
-
-def panel_of(config: Config, sided: TwoSidedWorld) -> tuple[str, ...]:
-    return config.opponent.panel or default_panel(sided)
-
-
-def num_panel(config: Config, world: World) -> int:
-    """How many opponents play every held-out task; 1 where the world has no opponent."""
-    sided = two_sided(world)
-    return 1 if sided is None else len(panel_of(config, sided))
-
-
-def check_opponents(config: Config, world: World) -> None:
-    """Refuse opponents that cannot be found, and options that nobody reads, before anything is spent."""
-    changed = [f"opponent.{name}" for name in config.opponent.changed_options()]
-    part = worked_part(world)
-    if isinstance(part, WorkedWorld) and needs_opponents(config, part.inner):
-        raise ConfigError(
-            f"cluster.env_workers={config.cluster.env_workers!r}, and {world.name} has an opponent that this process "
-            "samples from; play it here, or set the opponent and its panel to a script of the world"
-        )
-    sided = two_sided(world)
-    if sided is None:
-        if changed:
-            raise ConfigError(f"{changed[0]} is not read by {world.name}, which has no opponent; leave it out")
-        return
-    sources = [find_source(words, sided) for words in {sided.opponent, *panel_of(config, sided)}]
-    moving = [source.words for source in sources if source.words in panel_of(config, sided) and source.kind == POOL]
-    if moving:
-        raise ConfigError("opponent.panel=pool changes from step to step; expected opponents that stay as they are")
-    _check_unread(config.opponent, changed, {source.kind for source in sources}, sided)
-    if config.opponent.train == "both":
-        _check_both(config, world, sided)
-    if sided.opponent == POOL:
-        _check_pool(config)
-    if config.opponent.deadline_s >= config.rollout.step_deadline_s and {s.kind for s in sources} != {"script"}:
-        raise ConfigError(
-            f"opponent.deadline_s={config.opponent.deadline_s:g} is not less than rollout.step_deadline_s="
-            f"{config.rollout.step_deadline_s:g}, so the env would be blamed for a slow opponent; change one of them"
-        )
-
-
-def check_panel_stays(config: Config, world: World) -> None:
-    """Refuse evaluations of a training run against the policy itself: the opponent of the next one would be another."""
-    sided = two_sided(world)
-    if sided is not None and SELF in panel_of(config, sided):
-        raise ConfigError(
-            "opponent.panel=self learns between the evaluations, so they would not compare; expected opponents that "
-            "stay as they are. After training: turnwise eval RUN opponent.panel=self"
-        )
-
-
-READ_BY: Mapping[str, tuple[Kind, ...]] = {
-    "model": ("address", "tinker"),
-    "api_key_variable": ("address", "tinker"),
-    "device": ("model", "checkpoint"),
-    "kv_cache_gib": ("model", "checkpoint"),
-    "train": ("self",),
-    "snapshot_every": ("pool",),
-    "keep_last": ("pool",),
-    "base_weight": ("pool",),
-    "last_weight": ("pool",),
-    "best_weight": ("pool",),
-    "scripted_weight": ("pool",),
-    "keep_files": ("pool",),
-}
-"""Which opponents read an option of the section. The others are read by every opponent that is a model."""
-
-
-def _check_unread(config: OpponentConfig, changed: Sequence[str], kinds: set[Kind], sided: TwoSidedWorld) -> None:
-    for option in changed:
-        name = option.removeprefix("opponent.")
-        if name == "panel" or kinds & set(READ_BY.get(name, ())) or (name not in READ_BY and kinds != {"script"}):
-            continue
-        raise ConfigError(f"{option} is not read by env.options.opponent={sided.opponent}; leave it out")
-    if kinds & {"address", "tinker"} and not config.model:
-        raise ConfigError("opponent.model is empty; an address needs the name of the model that is asked there")
-
-
-def _check_pool(config: Config) -> None:
-    weights = [f"{name}_weight" for name in ("base", "last", "best", "scripted")]
-    if not sum(getattr(config.opponent, weight) for weight in weights):
-        raise ConfigError(f"the pool is empty: opponent.{', '.join(weights)} are all 0; give one of them a weight")
-    if not config.rollout.same_start:
-        raise ConfigError(
-            "opponent=pool with rollout.same_start=false: the attempts of a group would meet different opponents, and "
-            "advantages would compare these; leave same_start out"
-        )
-
-
-def _check_both(config: Config, world: World, sided: TwoSidedWorld) -> None:
-    if isinstance(world, WorldWrapper):
-        raise ConfigError("opponent.train=both: a reward function or a judge scores one seat only; leave it out")
-    if sided.opponent != SELF:
-        raise ConfigError(f"opponent.train=both with opponent={sided.opponent}; expected env.options.opponent=self")
-    if config.method.branches or config.reads_stored:
-        raise ConfigError(
-            f"opponent.train=both with method={config.method.name}: the two seats are played from the start, "
-            "side by side; expected a method that plays groups, such as grpo"
-        )
 
 
 class Opponents:
@@ -287,7 +111,7 @@ class Opponents:
         """Take the policy's newest weights, for opponent=self."""
         if self._newest is None:
             self._newest = NewestSampler(sampler.client, sampler.version)
-            self._made[SELF] = self._as_opponent(SELF, self._newest)
+            self._made[SELF] = self._as_opponent(SELF, self._newest, self._rollout)
         self._newest.follow(sampler)
 
     async def before_first_step(self, trainer: TrainingClient) -> None:
@@ -303,7 +127,7 @@ class Opponents:
         saved = await trainer.save_weights_for_sampler(f"{SNAPSHOT_FILES}{step:06d}")
         sampler = await self._service.create_sampling_client_async(model_path=saved.path)
         name = f"snapshot_{step}"
-        self.pool.add_snapshot(name, self._as_opponent(name, sampler), saved.path)
+        self.pool.add_snapshot(name, self._as_opponent(name, sampler, self._rollout), saved.path)
 
     def count(self, groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Take the games of a step into the ratings; the metrics of the step, by opponent."""
@@ -315,7 +139,10 @@ class Opponents:
                 results.setdefault(one.labels["opponent"], []).append(one.labels[RESULT])
         if self.pool is not None:
             self.pool.record(results)
-        found = _collapse_metrics(groups, rewards)
+        found = _collapse_metrics(groups)
+        exploitation = None if self.pool is None else self.pool.exploitation()
+        if exploitation is not None:
+            found["opponent/exploitation"] = exploitation
         for name, own in rewards.items():
             found[f"opponent/reward_{metric_word(name)}_mean"] = sum(own) / len(own)
             found[f"opponent/attempts_{metric_word(name)}"] = float(len(own))
@@ -342,9 +169,20 @@ class Opponents:
             except (CheckpointError, ModelError, ServiceError) as error:
                 lost.append(f"opponent {name} is left out of the pool: {error}")
                 continue
-            self.pool.add_snapshot(name, self._as_opponent(name, sampler), path)
+            self.pool.add_snapshot(name, self._as_opponent(name, sampler, self._rollout), path)
         self.pool.newest = state.get("newest", self.pool.newest)
         return lost
+
+    def check_pool(self, lost: Sequence[str], advice: str) -> None:
+        """Refuse a pool without a member.
+
+        Args:
+            lost: What `restore` answered.
+            advice: What the user can do.
+        """
+        if self.pool is not None and not self.pool.shares():
+            why = "; ".join(lost) or "its snapshots come with a run that trained against it"
+            raise ConfigError(f"opponent=pool has no member: {why}; {advice}")
 
     def close(self) -> None:
         self._stack.close()
@@ -381,21 +219,29 @@ class Opponents:
                     temperature=config.temperature,
                     max_tokens=self._max_tokens,
                     timeout_s=config.deadline_s,
+                    asker="an opponent",
                 )
-                return AddressOpponent(name=source.words, model=model)
+                return AddressOpponent(name=source.words, model=model, deadline_s=config.deadline_s)
             case "tinker":
                 return self._as_opponent(source.words, self._tinker_sampler(source))
             case "base":
-                return self._as_opponent(BASE, self._service.create_sampling_client(base_model=self._config.model.name))
+                sampler = self._service.create_sampling_client(base_model=self._config.model.name)
+                return self._as_opponent(BASE, sampler, self._rollout)
             case "checkpoint":
-                service = self._service_of(source)
-                sampler = service.create_sampling_client(model_path=str(source.files))
-                return self._as_opponent(source.words, sampler, self._context_of(source))
+                sampler = self._service_of(source).create_sampling_client(model_path=str(source.files))
             case _:
                 service = self._service_of(source)
                 name = self._config.model.name if service is self._service else source.words
                 sampler = service.create_sampling_client(base_model=name)
-                return self._as_opponent(source.words, sampler, self._context_of(source))
+        return self._as_opponent(source.words, sampler, self._speech_of(source), self._context_of(source))
+
+    def _speech_of(self, source: OpponentSource) -> RolloutConfig | None:
+        """How weights were trained to speak: a run's as its config says, others of the policy's base model as the
+        policy does; None for other models, whose tokenizer says it."""
+        if source.run is not None:
+            with RunReader(source.run) as run:
+                return config_from_yaml(run.config_yaml, str(run.directory)).rollout
+        return None if self._is_other_base(source) else self._rollout
 
     def _service_of(self, source: OpponentSource) -> AnyService:
         """The run's own service for weights of the policy's base model; for another one, a service of its own."""
@@ -428,64 +274,41 @@ class Opponents:
     def _max_tokens(self) -> int:
         return self._config.opponent.max_tokens or self._rollout.max_tokens_per_turn
 
-    def _as_opponent(self, name: str, sampler: SamplingClient, context_length: int = 0) -> SamplerOpponent:
-        """`context_length`: that of the opponent's own model; 0: it is the policy's."""
-        tokenizer, rollout = sampler.get_tokenizer(), self._rollout
-        is_own = name in (BASE, SELF) or name.startswith("snapshot_")
+    def _as_opponent(
+        self, name: str, sampler: SamplingClient, speech: RolloutConfig | None = None, context_length: int = 0
+    ) -> SamplerOpponent:
+        """A player with these weights.
+
+        Args:
+            speech: Its renderer and the strings that end its replies; None: those of its tokenizer.
+            context_length: That of the opponent's own model; 0: it is the policy's.
+        """
+        tokenizer = sampler.get_tokenizer()
         return SamplerOpponent(
             name=name,
             sampler=sampler,
-            renderer=make_renderer(tokenizer, rollout) if is_own else get_renderer(tokenizer),
+            renderer=get_renderer(tokenizer) if speech is None else make_renderer(tokenizer, speech),
             temperature=self._config.opponent.temperature,
             max_tokens=self._max_tokens,
-            context_length=context_length or rollout.max_trajectory_tokens,
+            context_length=context_length or self._rollout.max_trajectory_tokens,
+            stop=() if speech is None else speech.stop,
         )
 
 
-def _collapse_metrics(groups: Sequence[TrajectoryGroup], rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """What shows that play between models goes wrong: one opening for all games, or a policy that only beats itself."""
-    openings = [one.turns[0].reply.content for group in groups for one in group.trajectories]
-    found = {"opponent/opening_diversity": len(set(openings)) / len(openings)} if openings else {}
-    own = [value for name, values in rewards.items() if name.startswith("snapshot_") for value in values]
-    others = [value for name, values in rewards.items() if not name.startswith("snapshot_") for value in values]
-    if own and others:
-        found["opponent/exploitation"] = sum(own) / len(own) - sum(others) / len(others)
-    return found
+def _collapse_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """What shows that play between models goes wrong: one opening for all games of a group, or one seat wins them all.
 
-
-def needs_opponents(config: Config, world: World) -> bool:
-    """Whether somebody other than the world's own script plays, in training or in evaluations."""
-    sided = two_sided(world)
-    return sided is not None and (
-        sided.opponent not in sided.scripted_opponents or panel_of(config, sided) != (sided.opponent,)
-    )
-
-
-def other_facts(config: Config, world: World) -> dict[str, ModelFacts]:
-    """The sizes of every other base model that is loaded beside the policy's, for the memory plan."""
-    sided = two_sided(world)
-    if sided is None or config.model.base_url:
-        return {}
-    own = model_store.resolve_model(config.model.alias or config.model.name).directory
-    found: dict[str, ModelFacts] = {}
-    for words in dict.fromkeys((sided.opponent, *panel_of(config, sided))):
-        source = find_source(words, sided)
-        if source.base is not None and source.base.resolve() != own.resolve():
-            found[words] = read_facts(source.base, runs_here=True)
-    return found
-
-
-def opponent_line(config: Config, world: World) -> list[str]:
-    """Lines of the plan: who plays the other seat, who plays in evaluations, and what another base model takes."""
-    sided = two_sided(world)
-    if sided is None or not needs_opponents(config, world):
-        return []
-    lines = [f"opponent     {sided.opponent}; in evaluations: {', '.join(panel_of(config, sided))}"]
-    for words, facts in other_facts(config, world).items():
-        weights = facts.num_parameters * find_device(config.engine_in_use).dtype_bytes
-        cache = f"KV cache {config.opponent.kv_cache_gib:.2f} GiB"
-        lines.append(f"             {words} is loaded beside the policy: weights {format_bytes(weights)}, {cache}")
-    return lines
+    Only attempts that share a start are compared, and 0 means that all of them begin alike, however many there are.
+    """
+    seats = [own for group in groups for own in split_seats(group) if not own.branch_turn]
+    openings = [[one.turns[0].reply.content for one in own.trajectories] for own in seats]
+    shares = [(len(set(said)) - 1) / (len(said) - 1) for said in openings if len(said) > 1]
+    found = {"opponent/opening_diversity": sum(shares) / len(shares)} if shares else {}
+    won: dict[str, list[float]] = {}
+    for one in (one for own in seats for one in own.trajectories if "seat" in one.labels and RESULT in one.labels):
+        won.setdefault(one.labels["seat"], []).append(WON_SHARES[one.labels[RESULT]])
+    by_seat = [sum(own) / len(own) for own in won.values()]
+    return found | ({"opponent/seat_gap": max(by_seat) - min(by_seat)} if len(by_seat) > 1 else {})
 
 
 def _read_key(variable: str) -> str:

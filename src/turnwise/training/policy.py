@@ -28,7 +28,6 @@ from turnwise.envs.joint import leaf_of
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
-from turnwise.opponents.pool import OpponentPool
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import Rollout
@@ -40,7 +39,8 @@ from turnwise.training.assemble import held_out_tasks, leaf_limits, make_eval_ro
 from turnwise.training.checkpoint import choose_checkpoint, saved_pool
 from turnwise.training.evaluate import Evaluation, evaluate
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_played_objects, object_name
-from turnwise.training.opponents import Opponents, check_opponents, needs_opponents
+from turnwise.training.opponent_words import check_opponents, needs_opponents
+from turnwise.training.opponents import Opponents
 from turnwise.training.setup import (
     AnyService,
     Report,
@@ -252,7 +252,7 @@ class PolicySampler(ClosedOnExit):
         """The world with the opponent that the config names for training, whose model is loaded."""
         with self._opponents(world, rollout) as opponents:
             if opponents is not None and opponents.pool is not None:
-                self._fill(opponents, opponents.pool)
+                self._fill(opponents)
             yield world if opponents is None else opponents.world
 
     @contextlib.contextmanager
@@ -266,15 +266,13 @@ class PolicySampler(ClosedOnExit):
             opponents.follow(VersionedSampler(self.sampler, self.step))
             yield opponents
 
-    def _fill(self, opponents: Opponents, pool: OpponentPool) -> None:
+    def _fill(self, opponents: Opponents) -> None:
         """Let the snapshots join that the pool had at this checkpoint."""
         state = None
         if self.data_dir is not None and self.checkpoint is not None:
             state = saved_pool(self.data_dir, self.checkpoint)
         lost = [] if state is None else opponents.restore(state)
-        if not pool.shares():
-            why = "; ".join(lost) or "its snapshots come with a run that trained against it"
-            raise ConfigError(f"opponent=pool has no member: {why}; name one opponent: env.options.opponent=...")
+        opponents.check_pool(lost, "name one opponent: env.options.opponent=...")
 
     def check_world(self) -> None:
         """Refuse to play where the world or the reward was an object that a run directory cannot hold."""

@@ -33,7 +33,8 @@ from turnwise.training.engine_learners import find_learners
 from turnwise.training.heartbeat import Heartbeat
 from turnwise.training.loop import Loop, LoopSetup
 from turnwise.training.objects import META_KEY
-from turnwise.training.opponents import Opponents, needs_opponents
+from turnwise.training.opponent_words import needs_opponents
+from turnwise.training.opponents import Opponents
 from turnwise.training.record import Recorder
 from turnwise.training.setup import AnyService, Setup, claim_directory, find_model, make_service
 from turnwise.training.steer import Steering, take_orders
@@ -47,6 +48,10 @@ from turnwise.watch.watchdog import StalledError
 ENGINE_PARTIES = ("trainer", "critic")
 """Parties behind which the engine stands: when one does not answer, closing the engine would not return either."""
 Outcome = Literal["finished", "stopped"]
+NO_MEMBER = (
+    "bring the files back, or let others play: turnwise train --resume RUN opponent.base_weight=1, or "
+    "opponent.scripted_weight=1"
+)
 
 
 class TrainingSession:
@@ -182,8 +187,11 @@ class TrainingSession:
         with Opponents(config, parts.world, service, parts.rollout) as opponents:
             opponents.open()
             if start.state is not None and start.state.opponents is not None:
-                for lost in opponents.restore(start.state.opponents):
-                    recorder.opponent_lost(start.done.step, lost)
+                lost = opponents.restore(start.state.opponents)
+                for why in lost:
+                    recorder.opponent_lost(start.done.step, why)
+                if start.done.step:  # before the first step, the policy joins
+                    opponents.check_pool(lost, NO_MEMBER)
             yield opponents
 
     async def _run_loop(self, service: AnyService, recorder: Recorder, opponents: Opponents | None) -> None:

@@ -22,7 +22,7 @@ from turnwise.client.remote_connection import probe
 from turnwise.config.config import Config
 from turnwise.config.files import SHORT_KEYS, config_from_yaml, left_out, load_config, override_config
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.device_info import find_device, share_among_engines
+from turnwise.engine.device_info import DeviceInfo, find_device, share_among_engines
 from turnwise.engine.machine_share import count_here
 from turnwise.envs.registry import load_target
 from turnwise.envs.worlds import check_options, world_parameters
@@ -41,7 +41,7 @@ from turnwise.training.checkpoint import (
     saved_critic,
 )
 from turnwise.training.objects import NO_OBJECTS, PythonObjects, check_objects, logger_notes
-from turnwise.training.opponents import check_opponents, check_panel_stays, num_panel, opponent_line
+from turnwise.training.opponent_words import check_opponents, check_panel_stays, num_panel, opponent_line, other_bytes
 from turnwise.training.plan import Plan, make_plan, plan_lines
 from turnwise.training.progress import num_taken_tokens
 from turnwise.training.start_from import resolve_start
@@ -102,21 +102,25 @@ class Setup:
         Args:
             engine: whose memory the plan tells; None: that of the first learner.
         """
-        engine, cluster = engine or self.trainer_engine, self.config.cluster
+        engine = engine or self.trainer_engine
         return make_plan(
             self.config,
             self.facts,
             self.parts.rollout,
             engine=engine,
-            device=None
-            if self.config.model.base_url
-            else share_among_engines(find_device(engine), count_here(cluster.num_devices, cluster)),
+            device=None if self.config.model.base_url else self._find_device(engine),
             num_tasks={
                 "train": len(self.parts.tasks),
                 "test": len(self.parts.held_out),
                 "opponents": num_panel(self.config, self.parts.world),
             },
         )
+
+    def _find_device(self, engine: EngineConfig) -> DeviceInfo:
+        """An engine's device, with what opponents take of it."""
+        cluster = self.config.cluster
+        device = share_among_engines(find_device(engine), count_here(cluster.num_devices, cluster))
+        return replace(device, reserved_bytes=other_bytes(self.config, self.parts.world, device))
 
     def plan_lines(self) -> list[str]:
         """What the run will do and cost, for a person."""

@@ -11,7 +11,7 @@ from turnwise.envs.joint import leaves
 from turnwise.envs.wrapped import WorldWrapper
 from turnwise.judges.world import JudgedWorld
 from turnwise.outcomes.world import OutcomeWorld
-from turnwise.training.opponents import needs_opponents
+from turnwise.training.opponent_words import needs_opponents
 
 SERVERS = ("vllm", "vllm_in_process", "sglang")
 """Backends that never sample with the trainer's engine. One of your own may do so."""

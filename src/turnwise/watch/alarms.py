@@ -90,15 +90,22 @@ class AlarmConfig(Section):
         default=0.05, ge=0, lt=1, description="In `negotiate`: smallest share of a step's games with a deal."
     )
     min_openings: float = Field(
-        default=0.02,
+        default=0.05,
         ge=0,
         lt=1,
-        description="Against models: fewest different first replies, as a share of a step's attempts.",
+        description="Against models: smallest diversity of first replies among attempts with the same start; 0: all "
+        "begin alike, 1: all differ.",
     )
     max_exploitation: float = Field(
         default=0.4,
         gt=0,
-        description="With a pool: how much more reward the policy may get from its own snapshots than from the others.",
+        description="With a pool: how much larger a share of games the policy may win against its newest snapshot than "
+        "against older ones and the base model.",
+    )
+    max_seat_gap: float = Field(
+        default=0.8,
+        gt=0,
+        description="With opponent.train=both: how much larger a share of games one seat may win than the other.",
     )
     min_outcome_agreement: float = Field(
         default=0.7,
@@ -193,13 +200,18 @@ _WORDS: Mapping[str, tuple[str, str, str]] = {
         "Lower train.learning_rate, play a mixed pool of opponents, or start from a longer warm-up",
     ),
     "openings": (
-        "the share of different first replies",
-        "all games begin in the same way, so the attempts of a group hardly differ",
+        "the diversity of first replies within a group",
+        "all attempts of a group begin in the same way, so they hardly differ",
         "Lower train.learning_rate, set method.entropy_coef=0.001, or play a pool of opponents",
     ),
+    "seat_gap": (
+        "the gap between the shares of games that the two seats win",
+        "one seat takes what the other gives away, so neither learns to negotiate",
+        "Lower train.learning_rate, play a pool of opponents, or start from a longer warm-up",
+    ),
     "exploitation": (
-        "the extra reward against own snapshots",
-        "the policy learns to beat itself and not others",
+        "the extra share of games won against the newest own snapshot",
+        "the policy learns to beat what it was last, and not what it was before",
         "Raise opponent.base_weight and opponent.scripted_weight, or opponent.keep_last",
     ),
     "outcome_model": (
@@ -361,6 +373,7 @@ class Alarms:
             ("agreement", "rollout/env_agreement_mean", config.min_agreement, True),
             ("openings", "opponent/opening_diversity", config.min_openings, True),
             ("exploitation", "opponent/exploitation", config.max_exploitation, False),
+            ("seat_gap", "opponent/seat_gap", config.max_seat_gap, False),
         )
         return [
             _Reading(name, metrics[key], bound, metrics[key] < bound if is_floor else metrics[key] > bound)

@@ -254,11 +254,20 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     *_rows(
         "training/opponents.py",
-        ("opponent/opening_diversity", "share", "Different first replies, as a share of the step's attempts."),
+        (
+            "opponent/opening_diversity",
+            "share",
+            "Different first replies of a group's attempts, less 1, over attempts less 1; the mean over groups.",
+        ),
         (
             "opponent/exploitation",
-            "reward",
-            "Reward against own snapshots minus reward against the pool's other members.",
+            "share",
+            "Games won against the newest snapshot less those against older ones and the base model, since it joined.",
+        ),
+        (
+            "opponent/seat_gap",
+            "share",
+            "With opponent.train=both: games won in the better seat less those in the other.",
         ),
         ("opponent/attempts_{opponent}", "attempts", "Attempts of the step against this opponent."),
         (

@@ -24,7 +24,8 @@ from turnwise.rollout.certify import certify
 from turnwise.rollout.config import RolloutConfig
 from turnwise.runlog.reader import RunReader
 from turnwise.training.checkpoint import saved_critic
-from turnwise.training.opponents import Opponents, check_opponents
+from turnwise.training.opponent_words import check_opponents
+from turnwise.training.opponents import Opponents
 from turnwise.trajectory import trajectory_from_json
 
 URL = os.environ["TINKER_BASE_URL"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,3 +97,52 @@ def test_ratings_are_elo_from_the_results_of_all_policies_that_were() -> None:
     assert ratings["fair"] - ratings["snapshot_20"] == pytest.approx(gap, abs=3)
     assert pool.best == "snapshot_10"
     assert make_pool().best is None
+
+
+def test_a_snapshot_without_a_game_is_not_the_best_even_if_all_ratings_are_below_0() -> None:
+    pool = make_pool(keep_last=1)
+    add(pool, 10)
+    pool.record({"fair": ["lost"] * 5 + ["won"]})
+    add(pool, 20)
+    pool.record({"fair": ["lost"] * 5 + ["won"], "snapshot_10": ["lost", "lost", "won"]})
+    add(pool, 30)
+    ratings = pool.ratings()
+    assert max(ratings["snapshot_10"], ratings["snapshot_20"]) < 0
+    assert pool.best == "snapshot_10"
+    assert list(pool.snapshots) == ["snapshot_10", "snapshot_30"], "the best one stayed"
+
+
+def test_of_snapshots_without_a_game_the_newest_is_the_best() -> None:
+    pool = make_pool()
+    add(pool, 10, 20)
+    assert pool.best == "snapshot_20"
+
+
+def test_envs_draw_in_their_threads_while_snapshots_join_and_games_are_recorded() -> None:
+    pool, failures = make_pool(keep_last=3), list[BaseException]()
+    done = threading.Event()
+
+    def draw_on(first: int) -> None:
+        try:
+            for seed in itertools.count(first, 4):
+                if done.is_set():
+                    return
+                pool.draw(Task(id="game"), seed)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test shows it
+            failures.append(error)
+
+    threads = [threading.Thread(target=draw_on, args=(index,)) for index in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for step in range(120):
+            add(pool, step)
+            pool.record({f"snapshot_{step - index}": ["won", "lost"] for index in range(3)})
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
+    assert not failures

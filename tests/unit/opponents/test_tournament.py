@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from local_server import serving
 from turnwise.cli import main
 from turnwise.envs.game import Game
 from turnwise.envs.library.negotiate import Negotiate
 from turnwise.errors import DataError
+from turnwise.models.store import fetch_model
 from turnwise.opponents.matrix_figure import matrix_svg, short_labels
-from turnwise.opponents.tournament import TournamentGame, bradley_terry, play_tournament, standings
+from turnwise.opponents.tournament import (
+    TournamentGame,
+    TournamentLimits,
+    bradley_terry,
+    play_tournament,
+    standings,
+)
 from turnwise.trajectory import Message
 
 
@@ -67,16 +77,56 @@ async def test_every_pair_plays_every_task_in_both_seats_and_a_failed_game_is_no
     assert table.matrix["tough", "conceder"].value == pytest.approx(sum(own) / len(own))
     assert table.matrix["tough", "conceder"].low < table.matrix["tough", "conceder"].value
     assert table.ratings["tough"].value > table.ratings["conceder"].value
-    assert table.agreement["tough"] == pytest.approx(sum(game.info["agreement"] for game in scored) / len(scored))
+    for key, found in (("agreement", table.agreement), ("joint", table.joint), ("efficient", table.efficient)):
+        assert found["tough"].value == pytest.approx(sum(game.info[key] for game in scored) / len(scored)), key
+        assert found["tough"].low < found["tough"].value < found["tough"].high, key
     with pytest.raises(DataError, match="gone"):
         standings([game for game in games if game.failure])
     assert games == await play_tournament(world, {"tough": None, "conceder": None, "silent": Silent()}, tasks, seed=0)
     assert ET.fromstring(matrix_svg(table, "a & b")).tag.endswith("svg")
 
 
+class Slow(Silent):
+    """A player that answers after everybody has stopped waiting."""
+
+    name = "slow"
+
+    async def reply(self, game: Game, dialogue: Sequence[Message], seed: int) -> str:  # noqa: ARG002
+        await asyncio.sleep(30)
+        return "Accept"
+
+
+async def test_a_player_that_is_late_fails_its_games() -> None:
+    world, limits = Negotiate(), TournamentLimits(deadline_s=0.05)
+    games = await play_tournament(
+        world, {"tough": None, "slow": Slow()}, world.tasks("test", 2, 0), seed=0, limits=limits
+    )
+    assert {game.failure for game in games} == {"slow: no answer within 0.05 s"}
+
+
+async def drip(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001 - the ASGI signature
+    """A server that sends a byte now and then, so that no single wait is long."""
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": b" ", "more_body": True})
+            await asyncio.sleep(0.05)
+
+
+def test_the_command_waits_for_a_reply_as_long_as_the_option_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TURNWISE_HOME", str(tmp_path))
+    fetch_model("tiny")
+    with serving(drip) as address:
+        command = ["tournament", "tough", "fair", address, "--env", "negotiate", "--tasks", "2", "model=tiny"]
+        assert main([*command, "opponent.model=m", "opponent.deadline_s=0.3"]) == 0
+    assert "no answer within 0.3 s" in capsys.readouterr().out
+
+
 def test_the_picture_tells_players_apart_and_shows_who_is_unreasonable() -> None:
     first, second, third = "runs/a/best", "runs/b/best", "tough"
-    info = {"agreement": 0.5, "joint": 0.25}
+    info = {"agreement": 0.5, "joint": 0.25, "efficient": 0.125}
     games = [
         TournamentGame(task_id=f"t{task}", names=names, rewards=(0.75, 0.5), info=info)
         for task in range(3)
@@ -91,7 +141,8 @@ def test_the_picture_tells_players_apart_and_shows_who_is_unreasonable() -> None
     assert any(text.startswith("tough (") for text in texts)
     assert texts.count("no game") == 2, "a pair whose games all failed has no number"
     assert "nan" not in "".join(texts)
-    for head, value in (("agreement", "0.50"), ("joint surplus", "0.25"), ("all games", "0.75")):
+    assert "0.25 to 0.25" in texts, "below the number, its interval"
+    for head, value in (("agreement", "0.50"), ("joint surplus", "0.25"), ("all games", "0.75"), ("efficient", "0.12")):
         assert head in texts
         assert value in texts
 
@@ -119,6 +170,9 @@ def test_the_command_rates_scripts_and_refuses_what_is_no_player(
     found = json.loads(capsys.readouterr().out)
     assert found["num_games"] == 24
     assert found["players"]["tough"]["elo"]["value"] > found["players"]["random"]["elo"]["value"]
+    for key in ("agreement", "joint", "efficient"):
+        told = found["players"]["tough"][key]
+        assert told["low"] <= told["value"] <= told["high"]
     assert picture.read_text(encoding="utf-8").count("<rect") == 5
     for players, words in (
         (["tough"], "needs two"),

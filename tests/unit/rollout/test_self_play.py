@@ -74,6 +74,7 @@ async def test_a_game_is_seen_from_both_sides(renderer: Renderer, first_free: Sc
     assert [turn.reply.content for turn in x.turns] == ["1", "3", "5", "7"]  # 3 5 7 is a row
     assert [turn.reply.content for turn in o.turns] == ["2", "4", "6"]
     assert (x.total_reward, x.is_success, o.total_reward, o.is_success) == (1.0, True, -1.0, False)
+    assert (x.labels["result"], o.labels["result"]) == ("won", "lost")
     assert x.start[0].content.startswith("You are X.")
     assert o.start[0].content.startswith("You are O.")
     assert o.start[1].content == "X 2 3\n4 5 6\n7 8 9"  # it moves second, so it sees the first move

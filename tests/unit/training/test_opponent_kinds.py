@@ -20,7 +20,8 @@ from turnwise.envs.base import EnvStep, Task, World, assistant
 from turnwise.envs.registry import get_world
 from turnwise.models.store import fetch_model
 from turnwise.rollout.config import RolloutConfig
-from turnwise.training.opponents import Opponents, check_opponents
+from turnwise.training.opponent_words import check_opponents
+from turnwise.training.opponents import Opponents
 from turnwise.types import AdamParams, Datum, ModelInput
 
 pytestmark = pytest.mark.model

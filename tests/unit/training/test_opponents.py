@@ -7,32 +7,35 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import turnwise as tw
 from local_server import serving, unused_address
 from turnwise.client.fake import ScriptedSampler
+from turnwise.client.futures import ApiFuture
 from turnwise.client.local import ServiceClient
 from turnwise.client.publish import VersionedSampler
 from turnwise.commands.inspect import run_certify, run_replay
 from turnwise.commands.play import run_eval
 from turnwise.config.config import Config
 from turnwise.credit.advantages import center_by_group
-from turnwise.envs.base import Task, World, assistant
+from turnwise.envs.base import Task, World, assistant, user
 from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError, Party
 from turnwise.models.store import fetch_model
+from turnwise.opponents.players import SamplerOpponent
 from turnwise.renderers import get_renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import play_groups
 from turnwise.rollout.self_play import split_seats
 from turnwise.runlog.reader import RunReader
-from turnwise.training.opponents import Opponents, check_opponents, check_panel_stays, find_source
+from turnwise.training.opponent_words import check_opponents, check_panel_stays, find_source
+from turnwise.training.opponents import Opponents
 from turnwise.training.policy import find_policy
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
-from turnwise.types import AdamParams, Datum, ModelInput, SamplingParams
+from turnwise.types import AdamParams, Datum, ModelInput, SampleRequest, SampleResponse, SamplingParams
 
 pytestmark = pytest.mark.model
 QUICK: dict[str, Any] = {
@@ -170,6 +173,23 @@ def test_a_pool_is_recorded_resumed_and_goes_on_without_a_snapshot_that_vanished
         assert names & {"snapshot_3", "snapshot_4"}, "the pool of the checkpoint"
 
 
+def test_a_run_whose_whole_pool_vanished_says_so_before_it_plays_and_goes_on_as_it_advises(tmp_path: Path) -> None:
+    alone = {"snapshot_every": 9, "base_weight": 0, "best_weight": 0, "scripted_weight": 0, "panel": ["random"]}
+    env = {"options": {"opponent": "pool", "max_turns": 2}}
+    run = tw.train("negotiate", steps=1, directory=tmp_path / "run", env=env, opponent=alone, **QUICK)
+    run.close()
+    for gone in run.directory.glob("checkpoints/*/sampler_weights/*"):
+        shutil.rmtree(gone)
+    with pytest.raises(ConfigError, match=r"no member.*snapshot_0 is left out.*opponent\.base_weight=1"):
+        tw.Run.resume(run.directory, overrides=["train.steps=2"], observer=tw.Observer())
+    changes = ["train.steps=2", "opponent.base_weight=1"]
+    again = tw.Run.resume(run.directory, overrides=changes, observer=tw.Observer())
+    with RunReader(again.directory) as reader:
+        rows = [row for row in reader.attempts(phase="train") if row.step == 2]
+        assert {reader.attempt(row.id).trajectory.labels["opponent"] for row in rows} == {"base"}
+    again.close()
+
+
 async def test_the_policy_that_training_begins_with_is_the_pools_first_snapshot() -> None:
     own_only = {"base_weight": 0, "scripted_weight": 0, "panel": ["base"]}
     warm = {"warmup": {"steps": 1}}
@@ -249,6 +269,7 @@ def test_both_seats_are_trained_certified_and_replayed_each_with_its_own_group(
         assert len(seats) == 2 * 2 * 2
         assert len({(row.step, row.task_id, row.attempt) for row in rows}) == len(rows), "nothing is stored twice"
         assert reader.metric("rollout/groups_kept")[0][1] == 4, "a seat is a group of its own"
+        assert [value for _, value in reader.metric("opponent/seat_gap")] == [0, 0], "the base comes to no deal"
         assert [certificate.is_exact for certificate in reader.certificates()] == [True, True]
     assert run_certify(str(run.directory), with_turns=False) == 0
     first = next(iter(played))
@@ -298,6 +319,48 @@ def test_another_base_model_is_loaded_beside_the_policys(tmp_path: Path) -> None
     with RunReader(run.directory) as reader:
         assert {reader.attempt(row.id).trajectory.labels["opponent"] for row in reader.attempts()} == {str(other)}
     run.close()
+
+
+def test_weights_of_the_policys_base_model_speak_as_the_policy_and_a_run_as_it_was_trained(tmp_path: Path) -> None:
+    """What each opponent forgets of its own words, and what ends its replies."""
+    env = {"options": {"opponent": "fair"}}
+    spoken = {**QUICK["rollout"], "stop": ["###"], "strip_thinking": True}
+    run = tw.train("negotiate", steps=1, directory=tmp_path / "run", env=env, **{**QUICK, "rollout": spoken})
+    (own,) = run.directory.glob("checkpoints/*/weights/step-*")
+    other = tmp_path / "other"
+    shutil.copytree(fetch_model("tiny").directory, other)
+    config = make_config("base", rollout={"stop": ["\n\n"]})
+    world = get_world("negotiate", opponent="base")
+    with ServiceClient() as service, Opponents(config, world, service, config.rollout.for_world(world)) as opponents:
+        path = service.create_lora_training_client("tiny", rank=4).save_weights_for_sampler("alone").result().path
+        for words, stop, keeps in (
+            ("base", ("\n\n",), True),
+            (path, ("\n\n",), True),
+            (str(run.directory), ("###",), False),
+            (str(own), ("###",), False),
+            (str(other), (), True),
+        ):
+            player = opponents.player(words)
+            assert isinstance(player, SamplerOpponent)
+            assert player.stop == stop, words
+            said = [user("Hi"), assistant("<think>secret</think>Hi"), user("Well?")]
+            shown = player.sampler.get_tokenizer().decode(player.renderer.start(said))
+            assert ("secret" in shown) == keeps, words
+    run.close()
+
+
+async def test_the_strings_that_end_the_policys_replies_end_its_opponents() -> None:
+    class Asked(ScriptedSampler):
+        def submit(self, request: SampleRequest) -> ApiFuture[SampleResponse]:
+            stops.append(request.sampling_params.stop)
+            return super().submit(request)
+
+    stops: list[object] = []
+    renderer = get_renderer(_tokenizer())
+    for stop in (("\n",), ()):
+        player = SamplerOpponent(name="self", sampler=Asked([[1, 2]]), renderer=renderer, stop=stop)
+        await player.reply(cast(Any, None), [user("Hi")], 0)
+    assert stops == [["\n"], None]
 
 
 async def _who_plays(world: World, task: Task) -> str:

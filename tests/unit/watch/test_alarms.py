@@ -17,6 +17,7 @@ FINE = {
     "rollout/env_agreement_mean": 0.5,
     "opponent/opening_diversity": 0.3,
     "opponent/exploitation": 0.2,
+    "opponent/seat_gap": 0.3,
 }
 
 
@@ -29,8 +30,9 @@ FINE = {
         ("pool/stale_share", 0.5, ("too old", "train.max_wait")),
         ("rollout/entropy_estimate", 0.1, ("entropy", "under 0.1", "method.entropy_coef")),
         ("rollout/env_agreement_mean", 0.01, ("games with a deal is 0.01, under 0.05", "pool of opponents")),
-        ("opponent/opening_diversity", 0.01, ("different first replies is 0.01, under 0.02", "method.entropy_coef")),
-        ("opponent/exploitation", 0.5, ("against own snapshots is 0.5, over 0.4", "opponent.base_weight")),
+        ("opponent/opening_diversity", 0.01, ("diversity of first replies within a group is 0.01, under 0.05",)),
+        ("opponent/exploitation", 0.5, ("newest own snapshot is 0.5, over 0.4", "opponent.base_weight")),
+        ("opponent/seat_gap", 0.9, ("that the two seats win is 0.9, over 0.8", "pool of opponents")),
     ],
 )
 def test_each_number_has_a_band_a_reason_and_a_remedy(metric: str, value: float, words: tuple[str, ...]) -> None:

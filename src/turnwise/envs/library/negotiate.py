@@ -57,7 +57,7 @@ from turnwise.envs.library.negotiate_players import (
     SCRIPTED_PLAYERS,
     scripted_text,
 )
-from turnwise.envs.library.negotiate_text import read_reply, write_offer
+from turnwise.envs.library.negotiate_text import heard_part, read_reply, write_offer
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.scripted import play_script
 from turnwise.envs.seats import SeatedEnv, scripted_env, with_script
@@ -69,8 +69,6 @@ from turnwise.trajectory import Message
 
 Partial = Literal["settled", "overlap", "none"]
 
-MAX_HEARD = 400
-"""Characters of a reply that the other side hears; more would fill its context."""
 _TRIES_PER_TASK = 50
 _DEMONSTRATION_PLAYERS = ("fair", "conceder", "tough")
 
@@ -184,7 +182,9 @@ class NegotiateGame:
     def _heard(self, seat: int) -> str:
         """The other side's last words."""
         said = [text for speaker, text in self.transcript if speaker != seat]
-        return f"The {self._roles[1 - seat]} says: {said[-1][:MAX_HEARD].strip() or '(nothing)'}" if said else ""
+        if not said:
+            return ""
+        return f"The {self._roles[1 - seat]} says: {heard_part(said[-1], self.table.issues) or '(nothing)'}"
 
     def _overlap(self) -> Deal:
         first, second = self.offers[0] or {}, self.offers[1] or {}

@@ -5,7 +5,8 @@
 
     Accept
 
-Whatever stands on other lines is talk. Numbers may be written as 1100, 1,100, 1 100, 1'100, 1.100 or $1,100.00; units,
+Whatever stands on other lines is talk, and so is a line that says more than that it accepts: "Accept? Never.", "Agreed,
+except pets". Numbers may be written as 1100, 1,100, 1 100, 1'100, 1.100 or $1,100.00; units,
 percent signs and case do not matter. A reading that fits two options, or none, makes the whole offer unreadable.
 """
 
@@ -20,7 +21,12 @@ from turnwise.envs.library.negotiate_games import Issue
 
 _OFFER = re.compile(r"^\W*(?:i\s+)?(?:offer|propose|proposal)\b\s*[:\-]?\s*(?P<terms>.*)$", re.IGNORECASE)
 _ACCEPT = re.compile(r"^\W*(?:i\s+)?(?:accept(?:ed)?|agreed)\b(?P<rest>.*)$", re.IGNORECASE)
-_CONDITION = re.compile(r"\b(?:if|unless|but|not|only|when|provided)\b", re.IGNORECASE)
+# All that may stand after the word. A question mark is no end: "Accept?" asks.
+_WHAT = r"(?:(?:to|on)\s+)?(?:it|that|this|(?:(?:your|the|this|that)\s+)?(?:last\s+)?(?:offer|deal|proposal|terms))"
+_THANKS = r"thanks|thank\s+you(?:\s+very\s+much)?|gladly|happily|with\s+pleasure|then|now|please|done|deal"
+_PLAIN_END = re.compile(rf"(?:[^\w?]+{_WHAT}\b)?(?:[^\w?]+(?:{_THANKS})\b)*[^\w?]*", re.IGNORECASE)
+MAX_HEARD = 400
+"""Characters of a reply that the other side hears; more would fill its context."""
 _NUMBER = re.compile(r"\d+(?:[.,'’ \u00a0\u202f]\d+)*")
 _SCALES = {"k": 1000, "thousand": 1000, "m": 1_000_000, "million": 1_000_000}
 _GROUPED = re.compile(r"\d{1,3}(?:[.,'’ \u00a0\u202f]\d{3})+")
@@ -38,17 +44,29 @@ class Reading:
 
 
 def read_reply(text: str, issues: Sequence[Issue]) -> Reading:
-    """Read the last offer of a reply, and whether it accepts. A condition ("accept if ...") is no acceptance."""
+    """Read the last offer of a reply, and whether it accepts. "Accept" with other words than that it does ("accept if
+    ...", "accept no less than 900") is talk."""
     offers: list[Mapping[str, int] | None] = []
     is_acceptance = False
     for line in text.splitlines():
         if found := _OFFER.match(line):
             offers.append(_read_terms(found["terms"], issues))
         elif found := _ACCEPT.match(line):
-            is_acceptance = not _CONDITION.search(found["rest"])
+            is_acceptance = _PLAIN_END.fullmatch(found["rest"]) is not None
     if not offers:
         return Reading(is_acceptance=is_acceptance)
     return Reading(offer=offers[-1], is_acceptance=is_acceptance, is_malformed=offers[-1] is None)
+
+
+def heard_part(text: str, issues: Sequence[Issue]) -> str:
+    """What the other side hears of a reply: its beginning, and the last offer, which counts wherever it stands."""
+    begin = text[:MAX_HEARD].strip()
+    if len(text) <= MAX_HEARD:
+        return begin
+    whole, part = read_reply(text, issues), read_reply(begin, issues)
+    if whole.offer is not None and whole.offer != part.offer:
+        return f"{begin}\n{write_offer(whole.offer, issues)}"
+    return f"{begin}\nOffer: (unreadable)" if whole.is_malformed and not part.is_malformed else begin
 
 
 def write_offer(offer: Mapping[str, int], issues: Sequence[Issue]) -> str:

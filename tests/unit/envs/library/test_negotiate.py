@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from cases import for_each
 from turnwise.envs.base import Split, Task, assistant
 from turnwise.envs.check import check_env
 from turnwise.envs.game import Game
 from turnwise.envs.library.negotiate import Negotiate, NegotiateGame
 from turnwise.envs.library.negotiate_games import OUT_OF_DOMAIN, SCENARIOS, Issue, PayoffTable
-from turnwise.envs.library.negotiate_text import find_option, read_reply, write_offer
+from turnwise.envs.library.negotiate_text import MAX_HEARD, find_option, read_reply, write_offer
 from turnwise.envs.seats import SeatedEnv
 from turnwise.errors import AttemptFailed, ConfigError, Party
 from turnwise.trajectory import Message
@@ -61,12 +62,56 @@ def test_offers_and_acceptance_stand_on_lines_of_their_own() -> None:
 
     assert read("offer: RENT: 1100, pets = One Cat") == {"rent": 2, "pets": 1}
     assert read("Offer: rent=900\nNo, better:\nOffer: rent=1,000; pets=allowed") == {"rent": 1, "pets": 0}
-    assert read("I accept.") is True
-    assert read("Accept") is True
-    for talk in ("I cannot accept that.", "Accept if pets are allowed", "I would offer more.", "Never.", ""):
+    for talk in ("I would offer more.", "Never.", ""):
         assert read(talk) is False, talk
     for bad in ("Offer: rent=950", "Offer: rent=900; rent=1,000", "Offer:", "Offer: car=3"):
         assert read(bad) == "malformed", bad
+
+
+@for_each(
+    "text",
+    [
+        *("Accept", "I accept.", "accepted!", "**Accept**", "- Agreed.", "Fine.\nAccept", "I accept your offer."),
+        *(
+            "Accept the deal",
+            "I accept that, thank you very much!",
+            "Agreed, thanks.",
+            "Accept - deal",
+            "Agreed to that",
+        ),
+        *("Accepted, with pleasure.", "I accept your last offer then."),
+    ],
+)
+def test_a_line_that_says_no_more_than_that_it_accepts_is_an_acceptance(text: str) -> None:
+    assert read_reply(text, TABLE.issues).is_acceptance
+
+
+@for_each(
+    "text",
+    [
+        *("I accept no less than 1,200.", "I accept nothing under 8,000", "Accept? Never.", "Agreed? No.", "Accept?"),
+        *("Accept my offer instead", "Agreed, except pets", "Accept if pets are allowed", "I cannot accept that."),
+        *("Agreed, but only for 900", "Accept 900", "I accept that it is hard.", "Accept\nAccept? No."),
+    ],
+)
+def test_a_line_that_says_more_than_that_it_accepts_is_talk(text: str) -> None:
+    assert not read_reply(text, TABLE.issues).is_acceptance
+
+
+def test_the_other_side_hears_the_offer_that_is_in_force_wherever_it_stands() -> None:
+    talk = "Well, well. " * 40
+    for said, heard in (
+        (f"{talk}\nOffer: rent=1,100; pets=one cat", "Offer: rent=1,100; pets=one cat"),
+        (f"Offer: rent=900\n{talk}\nI offer rent 1100!", "Offer: rent=1,100"),
+        (f"{talk[:389]}\nOffer: rent=1,100", "Offer: rent=1,100"),  # the 400th character is in the middle of the offer
+        (f"Offer: rent=900\n{talk}\nOffer: rent=950", "Offer: (unreadable)"),
+        (f"Offer: rent=900\n{talk}", "well."),
+    ):
+        game = make_game()
+        say(game, said)
+        words = game.view(1)[0].content.removesuffix("\nTurns left: 4")
+        assert words.endswith(heard), said
+        assert len(words) < MAX_HEARD + 80
 
 
 def test_a_deal_pays_exactly_its_points_to_each_side() -> None:
