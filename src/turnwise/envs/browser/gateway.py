@@ -107,7 +107,7 @@ class SiteGateway:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def admit(self, app: WebApp, name: str, secret: str) -> str:
-        """Answer for this app from now on, to requests with this secret. Returns its host, `(16 hex digits).shop.test`."""
+        """Answer for this app from now on, to requests with this secret. Returns its host, `HEXDIGITS.shop.test`."""
         host = f"{secrets.token_hex(8)}.{name}.test"
         self._guests[host] = _Guest(app=app, secret=secret)
         return host

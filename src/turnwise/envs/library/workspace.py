@@ -161,9 +161,28 @@ class Workspace:
             raise ConfigError(f"reports={self.reports}; expected some of {', '.join(REPORTS)}")
         if not 2 <= self.customers <= len(CUSTOMERS):
             raise ConfigError(f"customers={self.customers}; expected 2 to {len(CUSTOMERS)}")
+        if not self.has_others and self.chores > (most := min(self.customers, self.orders)):
+            raise ConfigError(
+                f"chores={self.chores} with {'reports_only=true' if self.reports_only else 'interface=screen'}: a report "
+                f"is about one customer, and customers={self.customers}, orders={self.orders} have {most}; ask for "
+                f"{most} chores at most"
+            )
         check_fractions(self, "partial_credit")
         limits = Limits(wall_s=self.command_s, cpu_s=max(1, round(self.command_s)), output_bytes=1 << 18)
         object.__setattr__(self, "_sandbox", Sandbox(self.sandbox, limits=limits))
+
+    @staticmethod
+    def levels_for(options: Mapping[str, Any]) -> Levels:
+        """The levels. An office with reports only has no more chores than customers."""
+        if not options.get("reports_only") and options.get("interface") != "screen":
+            return Workspace.difficulties
+        customers = int(options.get("customers", len(CUSTOMERS)))
+        return tuple({**level, "chores": min(customers, level["chores"])} for level in Workspace.difficulties)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are chores that are no reports."""
+        return not self.reports_only and self.interface != "screen"
 
     @property
     def max_turns(self) -> int:
@@ -207,8 +226,7 @@ class Workspace:
 
     def _draw_task(self, rng: random.Random) -> Task:
         sizes = (self.chores, self.orders, self.customers)
-        has_others = not self.reports_only and self.interface != "screen"
-        office = draw_office(rng, sizes, self.interface, self.reports, has_others=has_others)
+        office = draw_office(rng, sizes, self.interface, self.reports, has_others=self.has_others)
         data = office.to_json()
         name = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
         return Task(id=f"office-{name}", data=data)

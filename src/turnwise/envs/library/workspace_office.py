@@ -126,6 +126,10 @@ def draw_office(
     """
     num_chores, num_orders, num_customers = sizes
     orders = [(100 + n, rng.choice(CUSTOMERS[:num_customers]), rng.randrange(5, 100)) for n in range(num_orders)]
+    if not has_others and len({name for _, name, _ in orders}) < num_chores:  # each chore needs a customer
+        rare = rng.sample(CUSTOMERS[:num_customers], num_chores)
+        names = [*rare, *(name for _, name, _ in orders[num_chores:])]
+        orders = [(number, name, amount) for name, (number, _, amount) in zip(names, orders, strict=True)]
     balances = {name: rng.randrange(100) for name in CUSTOMERS}
     notes = {f"n{n}.txt": f"{rng.choice(WORDS)} {rng.choice(WORDS)}\n" for n in range(8)}
     kinds = ["report", "balance", "notes"] if has_others else ["report"]

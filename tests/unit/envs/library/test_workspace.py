@@ -132,7 +132,8 @@ async def test_a_database_that_could_not_be_read_in_time_is_the_envs_failure() -
         (
             OfficeChore(kind="balance", name="Ann", value="42"),
             [
-                f"```python\nimport sqlite3\nsqlite3.connect('shop.db').executescript('DROP TABLE customers; {ENDLESS}')\n```"
+                "```sql\nDROP TABLE customers\n```",
+                f"```sql\n{ENDLESS}\n```",
             ],
         ),
         (
@@ -245,6 +246,18 @@ def test_random_play_does_not_solve_it() -> None:
                 return bool(step.is_success)
 
     assert not any(run_to_end(is_solved(number)) for number in range(4))
+
+
+def test_more_reports_than_customers_are_refused_and_all_that_are_asked_for_are_drawn() -> None:
+    ways: tuple[dict[str, Any], ...] = ({"interface": "screen"}, {"reports_only": True})
+    for options in ways:
+        with pytest.raises(ConfigError, match="customers=10, orders=40 have 10; ask for 10 chores at most"):
+            Workspace(chores=12, orders=40, **options)
+    for chores, customers, orders in ((10, 10, 12), (2, 2, 4)):
+        world = Workspace(chores=chores, customers=customers, orders=orders, reports_only=True)
+        tasks = world.tasks("train", 30, 0)
+        assert {len(task.data["chores"]) for task in tasks} == {chores}
+        assert all(len(task.data["orders"]) == orders for task in tasks)
 
 
 @for_each(
