@@ -173,9 +173,9 @@ class BrowserWorld:
             plan.pop(forgets % len(plan))
         return named_plan_player(plan) if self.by_name else plan_player(plan, self.protocol)
 
-    def random_player(self, task: Task, rng: random.Random) -> ScriptedPlayer:
+    def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
         """A player that does anything to any element."""
-        words = task.id.split("-")
+        rng, words = random_for("random", seed, task.id), task.id.split("-")
         return named_random_player(rng, words) if self.by_name else random_player(rng, words, self.protocol)
 
     def _draw_task(self, rng: random.Random) -> Task:
