@@ -130,6 +130,8 @@ class Workspace:
     """Rows of the orders, 4 to 1000. On screens they have to be read eight by eight."""
     customers: int = len(CUSTOMERS)
     """Different customers of the orders, 2 to 10. Fewer have more orders each."""
+    demonstration_skill: float = 1.0
+    """Share of demonstrations that do every chore. The others leave a step of a chore out."""
     spare_turns: int = 4
     """Turns beyond those of the expert with the most actions."""
     partial_credit: float = 0.5
@@ -162,12 +164,12 @@ class Workspace:
         if not 2 <= self.customers <= len(CUSTOMERS):
             raise ConfigError(f"customers={self.customers}; expected 2 to {len(CUSTOMERS)}")
         if not self.has_others and self.chores > (most := min(self.customers, self.orders)):
+            why = "reports_only=true" if self.reports_only else "interface=screen"
             raise ConfigError(
-                f"chores={self.chores} with {'reports_only=true' if self.reports_only else 'interface=screen'}: a report "
-                f"is about one customer, and customers={self.customers}, orders={self.orders} have {most}; ask for "
-                f"{most} chores at most"
+                f"chores={self.chores} with {why}: each report is about another customer, and "
+                f"customers={self.customers}, orders={self.orders} have {most}; ask for {most} chores at most"
             )
-        check_fractions(self, "partial_credit")
+        check_fractions(self, "partial_credit", "demonstration_skill")
         limits = Limits(wall_s=self.command_s, cpu_s=max(1, round(self.command_s)), output_bytes=1 << 18)
         object.__setattr__(self, "_sandbox", Sandbox(self.sandbox, limits=limits))
 
@@ -198,11 +200,16 @@ class Workspace:
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
         return play_demonstrations(self, lambda task: self.expert(task, seed), count, seed, concurrency=4)
 
-    def expert(self, task: Task, seed: int) -> ScriptedPlayer:  # noqa: ARG002 - an expert has no doubts
+    def expert(self, task: Task, seed: int) -> ScriptedPlayer:
+        """A player that knows the way. With probability 1 - `demonstration_skill` it forgets a step of a chore."""
         office = OfficeWork.from_json(task.data, self.interface)
+        rng = random_for("demo", seed, task.id)
+        forgets = rng.randrange(1000) if rng.random() >= self.demonstration_skill else None
         if self.browser:
-            return pages_expert(office, shell_replies(office))
+            return pages_expert(office, shell_replies(office), forgets)
         replies = expert_replies(office, by_name=self.by_name)
+        if forgets is not None:
+            replies.pop(-2 - forgets % office.num_steps(by_name=self.by_name))
         return lambda dialogue: replies[sum(message.role == "assistant" for message in dialogue)]
 
     def random_player(self, task: Task, seed: int) -> ScriptedPlayer:

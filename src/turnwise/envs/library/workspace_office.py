@@ -98,6 +98,11 @@ class OfficeWork:
         changed = {chore.name: int(chore.value) for chore in self.chores if chore.kind == "balance"}
         return {**self.balances, **changed}
 
+    def num_steps(self, *, by_name: bool) -> int:
+        """How many of an expert's actions, the last ones before `done`, make the chores; the ones before only look."""
+        by_form = 0 if self.interface == "shell" else sum(chore.is_report for chore in self.chores)
+        return (2 if by_name else 3) * by_form + len(self.chores) - by_form
+
     def to_json(self) -> dict[str, Any]:
         chores = [{"kind": chore.kind, "name": chore.name, "value": chore.value} for chore in self.chores]
         return {

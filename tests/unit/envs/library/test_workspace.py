@@ -164,6 +164,23 @@ def test_every_interface_has_the_same_tasks_and_the_expert_does_them_in_fewer_ac
     assert sum(turns["shell"]) < sum(turns["both"]) < sum(turns["screen"])
 
 
+def test_a_careless_expert_leaves_a_step_of_a_chore_out_and_fails_for_it() -> None:
+    interfaces: tuple[Interface, ...] = ("shell", "screen", "both")
+    for interface in interfaces:
+        for by_name in (False, True):
+            world = Workspace(interface=interface, by_name=by_name, reports_only=True, demonstration_skill=0.0)
+            skilled = replace(world, demonstration_skill=1.0)
+            for task in world.tasks("train", 3, 0):
+                given = OfficeWork.from_json(task.data, interface)
+                short, whole = (
+                    [m.content for m in run_to_end(play_script(one.make_env(task, 0), one.expert(task, 1), 99))[2::2]]
+                    for one in (world, skilled)
+                )
+                assert len(short) == len(whole) - 1
+                assert not run_to_end(play(given, short, by_name=by_name))[-1].is_success
+                assert run_to_end(play(given, whole, by_name=by_name))[-1].is_success
+
+
 def test_screens_by_name_are_short_and_take_a_report_in_one_box() -> None:
     world = Workspace(interface="screen", chores=1, by_name=True)
     given = office("screen", OfficeChore(kind="count", name="Ann", value="2"))
