@@ -176,7 +176,6 @@ async def test_nothing_leaves_the_site(neighbour: tuple[int, list[str]]) -> None
         f"http://127.0.0.1:{port}/a",
         f"http://localhost:{port}/b",
         "https://example.com/",
-        "http://a1.site.test/",
     ]
     script = ";".join(f"fetch('{one}', {{mode: 'no-cors'}}).then((r) => r.text()).catch(() => 0)" for one in addresses)
     images = "".join(f"<img src='{one}'>" for one in addresses)
@@ -192,6 +191,43 @@ async def test_nothing_leaves_the_site(neighbour: tuple[int, list[str]]) -> None
     finally:
         await page.close()
     assert asked == []
+
+
+async def test_a_page_reaches_no_other_attempt_even_if_it_knows_its_host() -> None:
+    victim = OnePage("<p>mine</p>")
+    page = await PageSession.open(victim, QUICK)
+    try:
+        host = await page.evaluate("() => location.host")
+        ways = [
+            f"fetch('http://{host}/fetched', {{method: 'POST', mode: 'no-cors'}}).catch(() => 0)",
+            f"new Image().src = 'http://{host}/seen'",
+            f"new Worker(URL.createObjectURL(new Blob([`fetch('http://{host}/worked', {{mode: 'no-cors'}})`])))",
+            f"new WebSocket('ws://{host}/opened')",
+            f"navigator.sendBeacon('http://{host}/sent')",
+        ]
+        form = f"<form method=post action='http://{host}/posted'><button>Go</button></form>"
+        hostile = OnePage(f"{form}<script>" + ";".join(ways) + "</script>")
+        attacker = await PageSession.open(hostile, QUICK)
+        try:
+            await attacker.observe()
+            assert "(another site)" in await attacker.act(CLICK)
+        finally:
+            await attacker.close()
+        assert set(victim.paths) <= {"/", "/favicon.ico"}
+        assert "mine" in await page.observe()
+    finally:
+        await page.close()
+
+
+async def test_the_host_of_another_attempt_cannot_be_guessed() -> None:
+    pages = [await PageSession.open(OnePage("<p>x</p>"), QUICK) for _ in range(2)]
+    try:
+        hosts = [await page.evaluate("() => location.host.split('.')") for page in pages]
+        assert [len(one[0]) for one in hosts] == [16, 16]
+        assert hosts[0][0] != hosts[1][0]
+    finally:
+        for page in pages:
+            await page.close()
 
 
 async def test_nothing_of_an_attempt_is_left_for_the_next_one() -> None:

@@ -25,8 +25,9 @@ def _browsers_end() -> Iterator[None]:
 async def _dialogues(world: BrowserWorld, *, is_random: bool) -> list[list[Message]]:
     found: list[list[Message]] = []
     for number, task in enumerate(world.tasks("test", 2 if is_random else 1, 0)):  # an expert sees few of the pages
-        rng = random.Random(number)
-        player: ScriptedPlayer = world.random_player(task, rng) if is_random else world.expert(task, rng)
+        player: ScriptedPlayer = (
+            world.random_player(task, number) if is_random else world.expert(task, random.Random(number))
+        )
         found.append(await play_script(world.make_env(task, 0), player, world.max_turns))
     return found
 

@@ -1,7 +1,9 @@
 """Play the expert and a random policy in every shipped world: success, turns, the env's time, attempts per minute.
 
-The expert is what a world demonstrates. The random policy says, at each turn, a reply that the expert gave at some
-moment of another task of that world: always well formed, never to the point. `--trained FILE` adds what was trained,
+The expert is what a world demonstrates. The random policy is the world's own random player, which does anything that
+can be done at that moment. Where a world has none, it says, at each turn, a reply that the expert gave at some moment
+of another task: always well formed, never to the point. A row `preset NAME` has the options of that preset, so that
+what was trained with it stands beside the same tasks. `--trained FILE` adds what was trained,
 from a file of results. `--markdown docs/worlds/README.md` writes the rows into the table of that page; a row that
 cannot be played here stays as it is.
 """
@@ -20,15 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turnwise.config.files import load_config
 from turnwise.envs.base import Task, World, assistant
 from turnwise.envs.registry import get_world, world_names, world_options
+from turnwise.envs.scripted import ScriptedPlayer
 from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError
 from turnwise.runtime.blocking import run_to_end
 from turnwise.trajectory import Message
 
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    *(("browser", {"level": 0, "by_name": True, "engine": engine}) for engine in ("plain", "chromium")),
+    ("browser", {"level": 0, "by_name": True, "engine": "chromium"}),
     *(("browser", {"site": site}) for site in ("forum", "mail", "office", "miniwob")),
     ("code", {"shell": True}),
     *(("workspace", {"interface": interface, "reports_only": True}) for interface in ("shell", "screen", "both")),
@@ -38,6 +42,14 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
 )
 """Rows beside the worlds with their default options."""
+PRESETS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    *((name, ()) for name in ("browser_shop", "browser_miniwob", "phone_tiny", "customer_service", "repository")),
+    *(("workspace_tiny", (f"interface={interface}",)) for interface in ("shell", "screen", "both")),
+    *((name, ()) for name in ("code", "negotiate", "search", "swe", "study_tool", "twenty_questions")),
+    ("gsm8k_multi_turn", ("max_steps=2",)),
+)
+"""Rows with the options of a preset, and options beside them: what was trained, where that is not the default."""
+PRESET = "preset "
 TRAINED = ("base", "warm_up", "trained")
 PLAIN_SKILL = "demonstration_skill"
 
@@ -78,19 +90,21 @@ class _Attempt:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     foreign = [name for name in args.only if ":" in name]
-    unknown = sorted(set(args.only) - set(world_names()) - set(foreign))
+    presets = {preset for preset, _ in PRESETS}
+    unknown = sorted(set(args.only) - set(world_names()) - set(foreign) - presets)
     if unknown:
-        raise ConfigError(f"--only {' '.join(unknown)}: no such world; the shipped ones are {', '.join(world_names())}")
+        raise ConfigError(
+            f"--only {' '.join(unknown)}: no such world; the shipped ones are {', '.join(world_names())}, "
+            f"and rows of presets are {', '.join(sorted(presets))}"
+        )
     trained = _read_trained(args.trained or (args.markdown.with_name("trained.json") if args.markdown else None))
-    rows = [(name, {}) for name in (*world_names(), *foreign)] + list(VARIANTS)
     result: dict[str, Any] = {"bench": "worlds", "model": "expert and random", "machine": f"{os.cpu_count()} CPU cores"}
     result["load_average"] = f"{os.getloadavg()[0]:.1f}"
     lines: dict[str, str] = {}
     begun = time.perf_counter()
-    for name, options in rows:
-        if args.only and name not in args.only:
+    for label, name, options in all_rows(foreign):
+        if args.only and not {name, label.removeprefix(PRESET).split()[0]} & set(args.only):
             continue
-        label = row_label(name, options)
         print(f"playing {label} ...", file=sys.stderr, flush=True)
         measured = measure_world(name, options, args.attempts, args.at_once)
         result[label] = measured if isinstance(measured, str) else {who: _to_json(one) for who, one in measured.items()}
@@ -101,6 +115,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         left = [label for label in lines if label not in _played(result)]
         print(f"{told}; not played here: {', '.join(left) or 'none'}", file=sys.stderr)
     return {**result, "table": [*TABLE_HEAD, *lines.values()]}
+
+
+def all_rows(foreign: Sequence[str] = ()) -> list[tuple[str, str, dict[str, Any]]]:
+    """Label, world and options of each row."""
+    plain = [(name, {}) for name in (*world_names(), *foreign)] + list(VARIANTS)
+    rows = [(row_label(name, options), name, options) for name, options in plain]
+    for preset, overrides in PRESETS:
+        env = load_config(preset, [f"env.options.{one}" for one in overrides]).env
+        rows.append((" ".join([f"{PRESET}{preset}", *overrides]), env.name, dict(env.options)))
+    return rows
 
 
 def _played(result: dict[str, Any]) -> list[str]:
@@ -138,7 +162,7 @@ def measure_world(name: str, options: dict[str, Any], attempts: int, at_once: in
     """Play the expert and the random policy. A text says why the world cannot be played here."""
     skilled = {PLAIN_SKILL: 1.0} if any(one.name == PLAIN_SKILL for one in world_options(name)) else {}
     try:
-        world = get_world(name, **options, **skilled)
+        world = get_world(name, **{**options, **skilled})
         shown = world.demonstrations(attempts, 0)
     except ConfigError as error:
         return str(error)
@@ -152,10 +176,14 @@ def measure_world(name: str, options: dict[str, Any], attempts: int, at_once: in
         return f"{len(shown)} demonstrations of {len(tasks)} tasks; at least two that can be told apart are needed"
     said = [[message.content for message in dialogue if message.role == "assistant"] for dialogue in shown]
 
-    def expert(number: int) -> Callable[[int], str]:
-        return lambda turn: said[number][min(turn, len(said[number]) - 1)]
+    own: Any = getattr(world, "random_player", None)
 
-    def anything(number: int) -> Callable[[int], str]:
+    def expert(number: int) -> ScriptedPlayer:
+        return lambda dialogue: said[number][min(_turn(dialogue), len(said[number]) - 1)]
+
+    def anything(number: int) -> ScriptedPlayer:
+        if own is not None:
+            return own(tasks[number], number)
         rng = random.Random(number)
         others = [reply for place, replies in enumerate(said) if place != number for reply in replies]
         return lambda _: rng.choice(others)
@@ -179,7 +207,7 @@ async def _openings(world: World, tasks: Sequence[Task]) -> dict[str, list[Messa
 
 
 async def _play_all(
-    world: World, tasks: Sequence[Task], player: Callable[[int], Callable[[int], str]], at_once: int
+    world: World, tasks: Sequence[Task], player: Callable[[int], ScriptedPlayer], at_once: int
 ) -> Played:
     free = asyncio.Semaphore(at_once)
 
@@ -199,15 +227,21 @@ async def _play_all(
     )
 
 
-async def _play(world: World, task: Task, reply: Callable[[int], str]) -> _Attempt:
+def _turn(dialogue: Sequence[Message]) -> int:
+    return sum(message.role == "assistant" for message in dialogue)
+
+
+async def _play(world: World, task: Task, reply: ScriptedPlayer) -> _Attempt:
     """One attempt; the env gets the seed that demonstrations have."""
     env = as_env(world.make_env(task, 0))
     begun = time.perf_counter()
     turn, is_success = 0, False
     try:
-        await env.start()
+        dialogue = list(await env.start())
         while turn < world.max_turns:
-            step = await env.step(assistant(reply(turn)))
+            dialogue.append(assistant(reply(dialogue)))
+            step = await env.step(dialogue[-1])
+            dialogue += step.messages
             turn += 1
             if step.is_over:
                 is_success = bool(step.is_success)

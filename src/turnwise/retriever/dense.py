@@ -11,27 +11,21 @@ A stored index is mapped into memory, not read: processes share it, and one that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.errors import ConfigError
 from turnwise.retriever.embeddings import INSTALL, Embedder, Vectors
-from turnwise.retriever.lexical import Ranked
+from turnwise.retriever.lexical import Progress, Ranked, no_progress
 
 VectorKind = Literal["auto", "flat", "hnsw", "ivf"]
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many are done, and of how many."""
 
 MAX_FLAT, MAX_HNSW = 50_000, 1_000_000
 HNSW_LINKS, HNSW_BUILD_WIDTH, HNSW_SEARCH_WIDTH = 32, 120, 128
 IVF_TRAINED_PER_CELL = 64
 _FILE = "vectors.faiss"
 _BATCH = 1024
-
-
-def no_progress(what: str, done: int, total: int) -> None:
-    """Show nothing."""
 
 
 def choose_vectors(kind: VectorKind, num_passages: int) -> VectorKind:

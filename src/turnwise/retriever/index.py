@@ -3,8 +3,9 @@
 `hybrid` fuses the two rankings: a passage scores 1 / (60 + rank) in each, added up (reciprocal rank fusion).
 
 A stored index is in `CACHE/KIND-CHECKSUM/`; the checksum covers the passages and the weights. Its manifest holds the
-checksum of every file; a folder that does not match is built again. It is written to a temporary folder and renamed, so
-a stored index is always complete.
+size, the time and the checksum of every file. A file with its size and time is taken as it is, so that a large index is
+not read before it is mapped; one with another time is read and compared. A folder that does not match is built again.
+`drop_damaged` reads everything. An index is written to a temporary folder and renamed, so a stored one is complete.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Literal, Protocol, get_args
 
 from turnwise.errors import ConfigError
 from turnwise.retriever.corpus import Corpus, Hit
-from turnwise.retriever.dense import DenseIndex, Progress, VectorKind, choose_vectors, no_progress
+from turnwise.retriever.dense import DenseIndex, VectorKind, choose_vectors
 from turnwise.retriever.embeddings import Embedder, StaticEmbedder
-from turnwise.retriever.lexical import Bm25Index, Ranked
+from turnwise.retriever.lexical import Bm25Index, Progress, Ranked, no_progress
 
 IndexKind = Literal["bm25", "dense", "hybrid"]
 INDEX_KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
 
-FORMAT = 2
+FORMAT = 3
 """Version of the stored files. Increase it when they change."""
 FUSION_OFFSET = 60
 FUSION_DEPTH = 100
@@ -85,9 +86,7 @@ def build_index(
     texts = [document.contents for document in corpus.documents]
     parts: list[_Ranking] = []
     if kind != "dense":
-        report("words counted", 0, len(texts))
-        parts.append(Bm25Index.build(texts))
-        report("words counted", len(texts), len(texts))
+        parts.append(Bm25Index.build(texts, report))
     if kind != "bm25":
         parts.append(DenseIndex.build(texts, embedder or StaticEmbedder(), vectors, report))
     return CorpusIndex(corpus, kind, parts)
@@ -131,6 +130,15 @@ def open_index(
     return index, False
 
 
+def drop_damaged(cache: Path) -> list[str]:
+    """Read every stored index, and remove those with a file that is not as it was written. Returns their names."""
+    folders = [place for place in sorted(cache.expanduser().glob("*-*")) if (place / _MANIFEST).is_file()]
+    damaged = [place for place in folders if not _is_whole(place, reads_all=True)]
+    for place in damaged:
+        shutil.rmtree(place)
+    return [place.name for place in damaged]
+
+
 def _key(corpus: Corpus, kind: IndexKind, embedder: Embedder | None, vectors: VectorKind) -> str:
     made_from = [FORMAT, kind, corpus.checksum, *([embedder.name, vectors] if embedder else [])]
     return hashlib.sha256(json.dumps(made_from).encode("utf-8")).hexdigest()[:20]
@@ -150,7 +158,7 @@ def _keep(index: CorpusIndex, place: Path) -> None:
     fresh = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
         index.save(fresh)
-        manifest = {name: _checksum(fresh / name) for name in _files(fresh)}
+        manifest = {name: _describe(fresh / name) for name in _files(fresh)}
         (fresh / _MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         if place.exists():
             shutil.rmtree(place)  # it exists but is not complete
@@ -163,14 +171,29 @@ def _keep(index: CorpusIndex, place: Path) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _is_whole(place: Path) -> bool:
+def _is_whole(place: Path, *, reads_all: bool = False) -> bool:
     try:
         manifest = json.loads((place / _MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     if not isinstance(manifest, dict) or set(_files(place)) != set(manifest):
         return False
-    return all(_checksum(place / name) == checksum for name, checksum in manifest.items())
+    return all(_is_same(place / name, written, reads_all=reads_all) for name, written in manifest.items())
+
+
+def _describe(file: Path) -> dict[str, int | str]:
+    found = file.stat()
+    return {"bytes": found.st_size, "time_ns": found.st_mtime_ns, "sha256": _checksum(file)}
+
+
+def _is_same(file: Path, written: dict[str, int | str], *, reads_all: bool) -> bool:
+    """Whether a file is as the manifest says: by size and time, or by its checksum."""
+    found = file.stat()
+    if found.st_size != written["bytes"]:
+        return False
+    if found.st_mtime_ns == written["time_ns"] and not reads_all:
+        return True
+    return _checksum(file) == written["sha256"]
 
 
 def _files(folder: Path) -> list[str]:

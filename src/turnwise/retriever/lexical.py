@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,20 @@ import numpy.typing as npt
 from turnwise.errors import ConfigError
 from turnwise.retriever.embeddings import INSTALL
 
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many are done, and of how many."""
+
+_EVERY = 1000
+"""Passages between two reports of progress."""
+_PASSES = 3
+"""How often bm25s goes through the passages to weigh their words; the last time takes longest."""
+
 Ranked = list[tuple[int, float]]
 """Positions in the corpus with their scores, best first."""
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Show nothing."""
 
 
 class Bm25Index:
@@ -28,12 +40,14 @@ class Bm25Index:
         self._model = model
 
     @classmethod
-    def build(cls, texts: Sequence[str]) -> Bm25Index:
+    def build(cls, texts: Sequence[str], report: Progress = no_progress) -> Bm25Index:
         model = _bm25s().BM25(method="lucene")
-        tokens = _bm25s().tokenize(list(texts), stopwords="en", show_progress=False)
+        tokens = _bm25s().tokenize(_told(texts, "words read", report), stopwords="en", show_progress=False)
         if not tokens.vocab:
             raise ConfigError("the corpus has no word to index; expected passages of text")
-        model.index(tokens, show_progress=False)
+        report("words weighed", 0, len(texts))
+        model.index(tokens._replace(ids=_ToldPasses(tokens.ids, report)), show_progress=False)
+        report("words weighed", len(texts), len(texts))
         return cls(model)
 
     @classmethod
@@ -49,6 +63,31 @@ class Bm25Index:
         if not words:
             return []
         return best(self._model.get_scores(words), topk, above=0.0)
+
+
+def _told(texts: Sequence[str], what: str, report: Progress) -> Iterator[str]:
+    """The texts, telling how many were taken."""
+    for done, text in enumerate(texts):
+        if done % _EVERY == 0:
+            report(what, done, len(texts))
+        yield text
+    report(what, len(texts), len(texts))
+
+
+class _ToldPasses(list[list[int]]):
+    """Passages as ids, telling how far whoever goes through them is. bm25s does so `_PASSES` times."""
+
+    def __init__(self, passages: Sequence[list[int]], report: Progress) -> None:
+        super().__init__(passages)
+        self._report = report
+        self._seen = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for passage in super().__iter__():
+            self._seen += 1
+            if self._seen % (_EVERY * _PASSES) == 0:
+                self._report("words weighed", min(self._seen // _PASSES, len(self)), len(self))
+            yield passage
 
 
 def best(scores_N: npt.NDArray[np.float32], topk: int, *, above: float) -> Ranked:

@@ -39,7 +39,7 @@ class LevelTasks:
     def levels(self) -> list[int]:
         """The world's levels, from the easiest; one without a dial has a single level."""
         target = self.objects.env if self.objects.env is not None else load_target(self.config.env.name)
-        return list(range(len(levels_of(target)))) or [NO_LEVEL]
+        return list(range(len(levels_of(target, self.config.env.options)))) or [NO_LEVEL]
 
     def draw(self, level: int, split: Split, count: int, seed: int) -> list[ListedTask]:
         env = self.config.env.model_copy(update={"difficulty": level, "tasks": ""})

@@ -168,7 +168,8 @@ def check_read(config: Config, objects: PythonObjects = NO_OBJECTS) -> None:
         for name in (name for name in reasons if name in changed):
             raise ConfigError(f"{section}.{name} is not read: a flywheel {reasons[name]}; leave it out")
     target = objects.env if objects.env is not None else load_target(config.env.name)
-    dialled = sorted({name for level in levels_of(target) for name in level} & set(config.env.options))
+    levels = levels_of(target, config.env.options)
+    dialled = sorted({name for level in levels for name in level} & set(config.env.options))
     if dialled:
         raise ConfigError(
             f"env.options.{dialled[0]} is not read: the levels of {config.env.name} set it; leave it out, and set "

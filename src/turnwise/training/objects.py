@@ -82,7 +82,7 @@ class PythonObjects:
         target = load_target(env.name) if self.env is None else self.env
         if not env.curriculum:
             return self._make_level(env, target, max_turns=max_turns, memory=memory, played_by=played_by)
-        num_levels = len(levels_of(target))
+        num_levels = len(levels_of(target, env.options))
         if num_levels < 2 or env.difficulty == 0:
             raise ConfigError(
                 f"curriculum: {env.name} has {num_levels} levels"

@@ -76,7 +76,7 @@ def test_the_command_builds_an_index_once_and_shows_how_far_it_is(
     command = ["retriever", "index", "--corpus", str(corpus), "--index", "hybrid", "--vectors", "hnsw"]
     assert main([*command, "--cache", str(cache)]) == 0
     said = capsys.readouterr()
-    assert "words counted: 280 of 280" in said.err
+    assert "words weighed: 280 of 280" in said.err
     assert "passages read: 280 of 280" in said.err
     assert said.out == f"hybrid index of 280 passages: built, in {cache}\n"
     assert main([*command, "--cache", str(cache)]) == 0

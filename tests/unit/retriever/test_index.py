@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from turnwise.errors import ConfigError
 from turnwise.retriever.corpus import Corpus, Document
 from turnwise.retriever.embeddings import StaticEmbedder
 from turnwise.retriever.fiction import draw_fiction
-from turnwise.retriever.index import INDEX_KINDS, CorpusIndex, IndexKind, build_index, fuse, open_index
+from turnwise.retriever.index import INDEX_KINDS, CorpusIndex, IndexKind, build_index, drop_damaged, fuse, open_index
 from turnwise.retriever.lexical import best
 
 ANIMALS = [
@@ -133,6 +136,50 @@ def test_a_damaged_index_is_made_again(tmp_path: Path) -> None:
     assert open_index(corpus, "bm25", cache=tmp_path)[1]
     (folder / "manifest.json").write_text(json.dumps([]), encoding="utf-8")
     assert not open_index(corpus, "bm25", cache=tmp_path)[1]
+
+
+def test_a_stored_index_is_not_read_to_be_opened_unless_a_file_has_another_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = corpus_of(*ANIMALS)
+    open_index(corpus, "bm25", cache=tmp_path)
+    read: list[str] = []
+    real = hashlib.file_digest
+
+    def watched(file: Any, name: str) -> Any:
+        read.append(Path(file.name).name)
+        return real(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", watched)
+    assert open_index(corpus, "bm25", cache=tmp_path)[1]
+    assert read == []
+    victim = next(iter(sorted(tmp_path.rglob("*.npy"))))
+    os.utime(victim, (1, 1))  # as after a copy
+    assert open_index(corpus, "bm25", cache=tmp_path)[1]
+    assert read == [victim.name]
+
+
+def test_damage_that_keeps_size_and_time_is_found_when_everything_is_read(tmp_path: Path) -> None:
+    corpus = corpus_of(*ANIMALS)
+    open_index(corpus, "bm25", cache=tmp_path)
+    assert drop_damaged(tmp_path) == []
+    (folder,) = tmp_path.iterdir()
+    victim = next(iter(sorted(folder.rglob("*.npy"))))
+    before = victim.stat()
+    victim.write_bytes(victim.read_bytes()[:-1] + b"\x01")
+    os.utime(victim, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert drop_damaged(tmp_path) == [folder.name]
+    assert not open_index(corpus, "bm25", cache=tmp_path)[1]
+
+
+def test_a_bm25_index_tells_how_far_it_is_while_it_is_built() -> None:
+    told: list[tuple[str, int, int]] = []
+    texts = [f"passage {number} of many words" for number in range(5000)]
+    build_index(corpus_of(*texts), "bm25", report=lambda *one: told.append(one))
+    for what in ("words read", "words weighed"):
+        done = [one for name, one, total in told if name == what and total == 5000]
+        assert done == sorted(done)
+        assert {0, 2000, 4000, 5000} <= set(done)
 
 
 def test_other_passages_get_an_index_of_their_own(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
 """The only network of a browser: a proxy in this process that answers for the apps of its attempts, and nothing else.
 
 Chromium is started with this proxy for every address, loopback included. A request for the host of an attempt is
-answered by the app of that attempt, a request for any other host is refused. So a page can reach no other site, no
-service of this machine, and no other attempt. A host is used once: what a page stored under it, nobody sees again.
+answered by the app of that attempt, if it comes from the attempt's own browser context, which sends a secret with every
+request. Anything else is refused. So a page can reach no other site, no service of this machine, and no other attempt.
+A host is random and used once: nobody can guess it, and what a page stored under it, nobody sees again.
 """
 
 from __future__ import annotations
 
-import itertools
 import mimetypes
+import secrets
 import socket
 import threading
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ MAX_BODY = 4_000_000
 """Bytes of a request that an app gets."""
 IDLE_S = 30.0
 """A connection that sends nothing for this long is closed."""
+CONTEXT_HEADER = "X-Turnwise-Context"
+"""Holds the secret of the browser context that a request comes from."""
 
 _OFF_SITE = b"This address is blocked. Only the site of the task can be reached."
 
@@ -84,6 +87,7 @@ class _Guest:
     """An app while its attempt goes on."""
 
     app: WebApp
+    secret: str
     lock: threading.Lock = field(default_factory=threading.Lock)
     problem: str | None = None
 
@@ -93,7 +97,6 @@ class SiteGateway:
 
     def __init__(self) -> None:
         self._guests: dict[str, _Guest] = {}
-        self._numbers = itertools.count(1)
         self._server = _ProxyServer(("127.0.0.1", 0), _ProxyHandler)
         self._server.gateway = self
         self._thread = threading.Thread(target=self._server.serve_forever, name="turnwise-gateway", daemon=True)
@@ -103,10 +106,10 @@ class SiteGateway:
     def address(self) -> str:
         return f"http://127.0.0.1:{self._server.server_port}"
 
-    def admit(self, app: WebApp, name: str) -> str:
-        """Answer for this app from now on. Returns its host, such as `a7.shop.test`."""
-        host = f"a{next(self._numbers)}.{name}.test"
-        self._guests[host] = _Guest(app=app)
+    def admit(self, app: WebApp, name: str, secret: str) -> str:
+        """Answer for this app from now on, to requests with this secret. Returns its host, `HEXDIGITS.shop.test`."""
+        host = f"{secrets.token_hex(8)}.{name}.test"
+        self._guests[host] = _Guest(app=app, secret=secret)
         return host
 
     def dismiss(self, host: str) -> None:
@@ -117,10 +120,10 @@ class SiteGateway:
         guest = self._guests.get(host)
         return guest.problem if guest is not None else None
 
-    def answer(self, url: str, request: WebRequest) -> WebResponse:
+    def answer(self, url: str, request: WebRequest, secret: str) -> WebResponse:
         host = urlsplit(url).hostname or ""
         guest = self._guests.get(host)
-        if guest is None:
+        if guest is None or not secrets.compare_digest(guest.secret.encode(), secret.encode()):
             return WebResponse(status=403, body=_OFF_SITE, content_type="text/plain")
         with guest.lock:
             try:
@@ -162,7 +165,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         self._answer()
 
     def do_CONNECT(self) -> None:
-        self._send(self.server.gateway.answer(f"https://{self.path}/", WebRequest(method="CONNECT", path="/")))
+        self._send(WebResponse(status=403, body=_OFF_SITE, content_type="text/plain"))  # no app speaks TLS or sockets
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         pass
@@ -182,7 +185,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             form=form,
             files=files,
         )
-        self._send(self.server.gateway.answer(self.path, request))
+        self._send(self.server.gateway.answer(self.path, request, self.headers.get(CONTEXT_HEADER, "")))
 
     def _send(self, response: WebResponse) -> None:
         self.send_response(response.status)

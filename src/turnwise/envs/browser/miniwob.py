@@ -17,7 +17,8 @@ from turnwise.envs.browser.gateway import FolderApp
 from turnwise.envs.browser.page import PageOptions, PageSession
 from turnwise.errors import ConfigError
 
-MAX_TURNS = 12
+MAX_TURNS = 16
+"""Turns of an attempt: the longest expert needs thirteen (twelve boxes and Submit), and a few more."""
 NOT_BY_SEED = frozenset({"stock-market"})
 """Pages that do not repeat with their seed."""
 

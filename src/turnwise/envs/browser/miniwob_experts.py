@@ -29,6 +29,22 @@ TEN_PAGES = (
 )
 """A set to learn: one of each kind of thing that a page can ask for."""
 
+PAGE_LEVELS = (
+    (
+        *("click-button", "click-dialog", "click-dialog-2", "click-link", "click-tab", "click-test", "click-test-2"),
+        *("click-test-transfer", "click-widget", "focus-text", "focus-text-2", "unicode-test"),
+    ),
+    (
+        *("choose-list", "click-button-sequence", "click-option", "enter-date", "enter-text", "enter-text-dynamic"),
+        *("enter-time", "read-table", "simple-arithmetic"),
+    ),
+    (
+        *("click-checkboxes", "click-checkboxes-large", "click-checkboxes-transfer", "enter-password", "login-user"),
+        "odd-or-even",
+    ),
+)
+"""The pages with an expert, by the number of its actions: one, two, and up to thirteen."""
+
 _SUBMIT = click("button", "Submit")
 _WIDGETS = {"text": "textbox", "textarea": "textbox", "button": "button", "radio": "radio", "checkbox": "checkbox"}
 

@@ -124,7 +124,7 @@ class PageSession:
     @classmethod
     async def _open(cls, pool: BrowserPool, app: WebApp, options: PageOptions, path: str, name: str) -> PageSession:
         seat = await pool.lease()
-        session = cls(pool, seat, pool.gateway.admit(app, name), options)
+        session = cls(pool, seat, pool.gateway.admit(app, name, seat.secret), options)
         try:
             seat.page.on("dialog", session._on_dialog)
             seat.page.on("download", session._on_download)

@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -22,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from turnwise.envs.browser.gateway import SiteGateway
+from turnwise.envs.browser.gateway import CONTEXT_HEADER, SiteGateway
 from turnwise.errors import AttemptFailed, ConfigError, Party
 from turnwise.runtime.background_loop import BackgroundLoop
 
@@ -98,6 +99,8 @@ class PageSeat:
     context: BrowserContext
     page: Page
     cdp: CDPSession
+    secret: str
+    """The context sends it with every request, so that the gateway knows whose they are."""
     num_uses: int = 0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the page or its browser died."""
@@ -241,13 +244,18 @@ class BrowserPool:
                 return seat
         async with self._opening, asyncio.timeout(LAUNCH_S):
             width, height = VIEWPORT
+            secret = secrets.token_hex(16)
             context = await browser.new_context(
-                viewport={"width": width, "height": height}, service_workers="block", locale="en-US", timezone_id="UTC"
+                viewport={"width": width, "height": height},
+                service_workers="block",
+                locale="en-US",
+                timezone_id="UTC",
+                extra_http_headers={CONTEXT_HEADER: secret},
             )
             await context.add_init_script(_IN_EVERY_PAGE)
             page = await context.new_page()
             cdp = await context.new_cdp_session(page)
-        seat = PageSeat(chromium=chromium, context=context, page=page, cdp=cdp, num_uses=1)
+        seat = PageSeat(chromium=chromium, context=context, page=page, cdp=cdp, secret=secret, num_uses=1)
         page.on("crash", lambda _: seat.lost.set())
         page.on("close", lambda _: seat.lost.set())
         chromium.seats.add(seat)

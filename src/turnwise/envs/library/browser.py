@@ -24,16 +24,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from turnwise.envs.base import EnvStep, Split, Task, as_action, system, user
 from turnwise.envs.browser.challenge import AnyPage, Challenge, PageVerdict, SiteChallenge
 from turnwise.envs.browser.expert import plan_player, random_player
 from turnwise.envs.browser.miniwob import MAX_TURNS as MINIWOB_TURNS
 from turnwise.envs.browser.miniwob import MiniWobChallenge, miniwob_pages
-from turnwise.envs.browser.miniwob_experts import PLANNERS, TEN_PAGES, miniwob_player
+from turnwise.envs.browser.miniwob_experts import PAGE_LEVELS, PLANNERS, TEN_PAGES, miniwob_player
 from turnwise.envs.browser.names import (
     NAME_RULES,
     NOTE,
@@ -97,6 +97,14 @@ class BrowserWorld:
     """Share of demonstrations that reach the goal. The others leave a step out."""
     chromium: str = ""
     """Path of a Chromium, instead of the one that is found."""
+
+    @staticmethod
+    def levels_for(options: Mapping[str, Any]) -> Levels:
+        """The levels of a site: of our own ones how much is asked for, of MiniWoB++ pages by the expert's actions."""
+        site = options.get("site", "shop")
+        if site == "miniwob":
+            return tuple({"pages": list(pages)} for pages in PAGE_LEVELS)
+        return tuple({"level": level} for level in (LEVELS if site != "shop" else (0, *LEVELS)))
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS and (self.level, self.site) != (0, "shop"):
@@ -165,9 +173,9 @@ class BrowserWorld:
             plan.pop(forgets % len(plan))
         return named_plan_player(plan) if self.by_name else plan_player(plan, self.protocol)
 
-    def random_player(self, task: Task, rng: random.Random) -> ScriptedPlayer:
+    def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
         """A player that does anything to any element."""
-        words = task.id.split("-")
+        rng, words = random_for("random", seed, task.id), task.id.split("-")
         return named_random_player(rng, words) if self.by_name else random_player(rng, words, self.protocol)
 
     def _draw_task(self, rng: random.Random) -> Task:

@@ -204,7 +204,7 @@ class CodeEnv:
         code, says_submit = read_reply(reply.content)
         is_first = code is not None and self._code is None
         if code is not None:
-            self._write(code)
+            await self._write(code)
         reward = {"format": self._world.format_reward} if is_first and _can_be_tested(code) else {}
         if self._code is not None and (says_submit or is_last):
             return replace(await self._judge(reward), is_action=code is not None)
@@ -246,15 +246,16 @@ class CodeEnv:
         except DataError as error:
             return f"error: {error}"
         with contextlib.suppress(OSError):  # no such file, or something else of that name
-            data = self._session.files.read(SOLUTION, max_bytes=_MAX_CODE_CHARS)
+            data = await self._session.with_files(lambda files: files.read(SOLUTION, max_bytes=_MAX_CODE_CHARS))
             self._code = data.decode("utf-8", "replace")
         return result.to_text(self._world.observation_chars)
 
-    def _write(self, code: str) -> None:
+    async def _write(self, code: str) -> None:
         self._code = code
         if self._session is not None:
+            data = code.encode("utf-8", "replace")
             with contextlib.suppress(OSError):  # the policy may have made a folder of that name; the code counts
-                self._session.files.write(SOLUTION, code.encode("utf-8", "replace"))
+                await self._session.with_files(lambda files: files.write(SOLUTION, data))
 
     async def _run(self, tests: Sequence[PythonTest]) -> TestsOutcome:
         code = f"{self._setup}\n{self._code}" if self._setup else str(self._code)

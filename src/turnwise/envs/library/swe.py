@@ -43,6 +43,7 @@ from turnwise.envs.library.swe_tasks import (
 )
 from turnwise.envs.library.swe_tests import run_suite
 from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Session
+from turnwise.envs.sandbox.files import FileTree
 from turnwise.envs.sandbox.limits import shorten_middle
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw, in_split, random_for
@@ -274,9 +275,14 @@ class SweEnv:
             old: Whole lines as they are now; they must stand there exactly once.
             line: Its number, from 1.
         """
+
+        def change(files: FileTree) -> int:
+            text, number = _edited(_read_text(files, path), old, new, line)
+            files.write(path, text.encode("utf-8", "surrogateescape"))
+            return number
+
         try:
-            text, number = _edited(self._read_text(path), old, new, line)
-            self._shell.files.write(path, text.encode("utf-8", "surrogateescape"))
+            number = await self._shell.with_files(change)
         except (DataError, OSError) as error:
             raise ToolError(f"{path[:80]}: {error.strerror if isinstance(error, OSError) else error}") from error
         self._num_edits += 1
@@ -285,9 +291,8 @@ class SweEnv:
     @tool(timeout_s=600)
     async def test(self) -> str:
         """Run the tests of the repo."""
-        report = await run_suite(
-            self._sandbox, self._work(), self._task.shown_tests, self._task.runner, self._suite_limits()
-        )
+        files = await self._work()
+        report = await run_suite(self._sandbox, files, self._task.shown_tests, self._task.runner, self._suite_limits())
         if report.verdict:
             return f"The tests did not come to their end: {report.verdict}."
         passed = len(report.problems) - len(report.failed)
@@ -300,19 +305,14 @@ class SweEnv:
         """Say that the repo is fixed; this is the end."""
         return ""
 
-    def _read_text(self, path: str) -> str | None:
-        """Read a file of the repo. None if there is no such file."""
-        try:
-            return self._shell.files.read(path).decode("utf-8", "surrogateescape")
-        except FileNotFoundError:
-            return None
-
-    def _work(self) -> Mapping[str, bytes]:
+    async def _work(self) -> Mapping[str, bytes]:
         """The repo with the policy's changes."""
         if self._session is None:
             return self._task.files
         try:
-            return self._shell.files.read_all(max_bytes=_MAX_WORK_BYTES, skip_folders=SKIPPED_FOLDERS)
+            return await self._session.with_files(
+                lambda files: files.read_all(max_bytes=_MAX_WORK_BYTES, skip_folders=SKIPPED_FOLDERS)
+            )
         except DataError as error:
             raise ToolError(str(error)) from error
 
@@ -329,7 +329,7 @@ class SweEnv:
         """Run shown and hidden tests in a new copy. A repo without changes is not fixed, nor is one that has become too
         large to copy."""
         try:
-            files = fresh_copy(self._task, self._work()) if self._session is not None else None
+            files = fresh_copy(self._task, await self._work()) if self._session is not None else None
         except ToolError:
             files = None
         if files is None:
@@ -345,6 +345,14 @@ class SweEnv:
             is_success=is_success,
             info=info,
         )
+
+
+def _read_text(files: FileTree, path: str) -> str | None:
+    """Read a file of the repo. None if there is no such file."""
+    try:
+        return files.read(path).decode("utf-8", "surrogateescape")
+    except FileNotFoundError:
+        return None
 
 
 def _edited(text: str | None, old: str, new: str, line: int) -> tuple[str, int]:

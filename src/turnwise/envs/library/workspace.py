@@ -52,11 +52,12 @@ from turnwise.envs.library.workspace_office import (
 )
 from turnwise.envs.library.workspace_pages import OfficePages, pages_expert, pages_random_player
 from turnwise.envs.sandbox import Limits, Sandbox, SandboxKind, Session
+from turnwise.envs.sandbox.files import FileTree
 from turnwise.envs.schema import check_fractions
 from turnwise.envs.screen import ScreenAction
 from turnwise.envs.scripted import ScriptedPlayer, play_demonstrations
 from turnwise.envs.splits import draw_tasks, random_for
-from turnwise.errors import ConfigError, DataError
+from turnwise.errors import ConfigError, DataError, SandboxError
 from turnwise.trajectory import Message
 
 SHELL_RULES = """\
@@ -89,10 +90,14 @@ _SET_UP = (
     'import sqlite3\nlink = sqlite3.connect("/work/shop.db")\nlink.executescript(open("/work/.setup.sql").read())\n'
 )
 _DUMP = """\
-import json, sqlite3
-rows = sqlite3.connect("shop.db").execute("SELECT name, balance FROM customers LIMIT 1000").fetchall()
-print(json.dumps(rows))
-"""
+import json, sqlite3, time
+link = sqlite3.connect("shop.db")
+link.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)
+link.set_progress_handler(lambda: time.process_time() > 5, 10_000)
+print(json.dumps(link.execute("SELECT name, balance FROM customers LIMIT 1000").fetchall()))
+"""  # what the policy left may be a view without end: the database gives it up long before the sandbox does
+OWN_RUN_S = 60.0
+"""Time limit of what the env itself runs. Only a machine under load reaches it, so it is the env's failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +130,8 @@ class Workspace:
     """Rows of the orders, 4 to 1000. On screens they have to be read eight by eight."""
     customers: int = len(CUSTOMERS)
     """Different customers of the orders, 2 to 10. Fewer have more orders each."""
+    demonstration_skill: float = 1.0
+    """Share of demonstrations that do every chore. The others leave a step of a chore out."""
     spare_turns: int = 4
     """Turns beyond those of the expert with the most actions."""
     partial_credit: float = 0.5
@@ -156,9 +163,28 @@ class Workspace:
             raise ConfigError(f"reports={self.reports}; expected some of {', '.join(REPORTS)}")
         if not 2 <= self.customers <= len(CUSTOMERS):
             raise ConfigError(f"customers={self.customers}; expected 2 to {len(CUSTOMERS)}")
-        check_fractions(self, "partial_credit")
+        if not self.has_others and self.chores > (most := min(self.customers, self.orders)):
+            why = "reports_only=true" if self.reports_only else "interface=screen"
+            raise ConfigError(
+                f"chores={self.chores} with {why}: each report is about another customer, and "
+                f"customers={self.customers}, orders={self.orders} have {most}; ask for {most} chores at most"
+            )
+        check_fractions(self, "partial_credit", "demonstration_skill")
         limits = Limits(wall_s=self.command_s, cpu_s=max(1, round(self.command_s)), output_bytes=1 << 18)
         object.__setattr__(self, "_sandbox", Sandbox(self.sandbox, limits=limits))
+
+    @staticmethod
+    def levels_for(options: Mapping[str, Any]) -> Levels:
+        """The levels. An office with reports only has no more chores than customers."""
+        if not options.get("reports_only") and options.get("interface") != "screen":
+            return Workspace.difficulties
+        customers = int(options.get("customers", len(CUSTOMERS)))
+        return tuple({**level, "chores": min(customers, level["chores"])} for level in Workspace.difficulties)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are chores that are no reports."""
+        return not self.reports_only and self.interface != "screen"
 
     @property
     def max_turns(self) -> int:
@@ -174,11 +200,16 @@ class Workspace:
     def demonstrations(self, count: int, seed: int) -> list[list[Message]]:
         return play_demonstrations(self, lambda task: self.expert(task, seed), count, seed, concurrency=4)
 
-    def expert(self, task: Task, seed: int) -> ScriptedPlayer:  # noqa: ARG002 - an expert has no doubts
+    def expert(self, task: Task, seed: int) -> ScriptedPlayer:
+        """A player that knows the way. With probability 1 - `demonstration_skill` it forgets a step of a chore."""
         office = OfficeWork.from_json(task.data, self.interface)
+        rng = random_for("demo", seed, task.id)
+        forgets = rng.randrange(1000) if rng.random() >= self.demonstration_skill else None
         if self.browser:
-            return pages_expert(office, shell_replies(office))
+            return pages_expert(office, shell_replies(office), forgets)
         replies = expert_replies(office, by_name=self.by_name)
+        if forgets is not None:
+            replies.pop(-2 - forgets % office.num_steps(by_name=self.by_name))
         return lambda dialogue: replies[sum(message.role == "assistant" for message in dialogue)]
 
     def random_player(self, task: Task, seed: int) -> ScriptedPlayer:
@@ -202,8 +233,7 @@ class Workspace:
 
     def _draw_task(self, rng: random.Random) -> Task:
         sizes = (self.chores, self.orders, self.customers)
-        has_others = not self.reports_only and self.interface != "screen"
-        office = draw_office(rng, sizes, self.interface, self.reports, has_others=has_others)
+        office = draw_office(rng, sizes, self.interface, self.reports, has_others=self.has_others)
         data = office.to_json()
         name = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
         return Task(id=f"office-{name}", data=data)
@@ -283,31 +313,42 @@ class WorkspaceEnv:
         """The session. It is opened at the first use, so that attempts without one cost nothing."""
         if self._session is None:
             files = self._office.files()
-            self._session = self._sandbox.open(files=files)
-            if ".setup.sql" in files:
-                done = await self._session.run(f"python3 -c {shlex.quote(_SET_UP)} && rm .setup.sql")
-                if not done.is_ok:
-                    raise DataError(f"the database of the office was not made: {done.to_text(200)}")
+            session = self._sandbox.open(files=files)
+            try:
+                if ".setup.sql" in files:
+                    done = await session.run(f"python3 -c {shlex.quote(_SET_UP)} && rm .setup.sql", OWN_RUN_S)
+                    if not done.is_ok:
+                        raise SandboxError(f"the database of the office was not made: {done.to_text(200)}")
+            except BaseException:
+                await session.close()
+                raise
+            self._session = session
         return self._session
 
     async def _run(self, command: str) -> str:
+        session = await self._shell()
         try:
-            result = await (await self._shell()).run(command, self._world.command_s)
+            result = await session.run(command, self._world.command_s)
         except DataError as error:
             return f"error: {error}"
         return result.to_text(self._world.observation_chars)
 
     async def _act(self, action: ScreenAction) -> str:
         seen, downloads = await self._portal.act(action)
-        for name, content in downloads.items():
-            (await self._shell()).files.write(name, content)
+        if downloads:
+            await (await self._shell()).with_files(lambda files: files.write_all(downloads))
         saved = [f"{name} was saved to /work." for name in downloads]
         return "\n\n".join([*saved, seen])
 
     async def _judge(self, *, is_unparsable: bool) -> EnvStep:
         chores = self._office.chores
         balances = await self._balances() if any(chore.kind == "balance" for chore in chores) else {}
-        done = [self._is_done(chore, balances) for chore in chores]
+        session = self._session
+        done = (
+            [self._is_done(chore, balances, None) for chore in chores]
+            if session is None
+            else await session.with_files(lambda files: [self._is_done(chore, balances, files) for chore in chores])
+        )
         has_damage = any(chore.kind == "balance" for chore in chores) and balances != self._office.balances_after()
         is_success = all(done) and not has_damage
         part, share = self._world.partial_credit, sum(done) / len(done)
@@ -319,45 +360,44 @@ class WorkspaceEnv:
             info={"chores_share": share, "actions": float(self._turn)},
         )
 
-    def _is_done(self, chore: OfficeChore, balances: Mapping[str, int]) -> bool:
+    def _is_done(self, chore: OfficeChore, balances: Mapping[str, int], files: FileTree | None) -> bool:
         if chore.kind == "balance":
             return balances.get(chore.name) == int(chore.value)
         if chore.kind == "notes":
             wanted = {name for name, text in self._office.notes.items() if chore.name in text}
-            return all(self._read(f"done/{name}") == self._office.notes[name] for name in wanted) and not any(
-                self._read(f"notes/{name}") for name in wanted
+            return all(_read(files, f"done/{name}") == self._office.notes[name] for name in wanted) and not any(
+                _read(files, f"notes/{name}") for name in wanted
             )
-        return self._reported(chore.name) == chore.value
-
-    def _reported(self, name: str) -> str | None:
-        """The report about a customer that the office has: the portal's, or without one the file's."""
         if self._office.interface == "shell":
-            return (self._read(f"reports/{name}.txt") or "").strip()
-        return self._portal.sent.get(name)
-
-    def _read(self, path: str) -> str | None:
-        """A file that the policy may have left; None if there is no such regular file."""
-        if self._session is None:
-            return None
-        try:
-            return self._session.files.read(path, max_bytes=10_000).decode("utf-8", "replace")
-        except OSError:
-            return None
+            return (_read(files, f"reports/{chore.name}.txt") or "").strip() == chore.value
+        return self._portal.sent.get(chore.name) == chore.value
 
     async def _balances(self) -> dict[str, int]:
         """The database at the end, read in a sandbox of its own: the policy may have written anything into the file."""
         if self._session is None:
             return {}
         try:
-            data = self._session.files.read("shop.db", max_bytes=4 << 20)
+            data = await self._session.with_files(lambda files: files.read("shop.db", max_bytes=4 << 20))
         except OSError:
             return {}
-        result = await self._sandbox.run(["python3", "dump.py"], files={"dump.py": _DUMP, "shop.db": data})
+        limits = Limits(wall_s=OWN_RUN_S, output_bytes=1 << 18)
+        program = {"dump.py": _DUMP, "shop.db": data}
+        result = await self._sandbox.run(["python3", "dump.py"], files=program, limits=limits)
+        if result.ending == "timeout":
+            raise SandboxError(f"the database of the office was not read: {result.verdict()}")
         try:
             rows: Sequence[Any] = json.loads(result.stdout) if result.is_ok else []
             return {str(name): int(value) for name, value in rows if str(name) in self._office.balances}
         except (ValueError, TypeError):
             return {}
+
+
+def _read(files: FileTree | None, path: str) -> str | None:
+    """A file that the policy may have left; None if there is no such regular file."""
+    try:
+        return files.read(path, max_bytes=10_000).decode("utf-8", "replace") if files is not None else None
+    except OSError:
+        return None
 
 
 def _read_command(text: str) -> str | None:

@@ -98,6 +98,11 @@ class OfficeWork:
         changed = {chore.name: int(chore.value) for chore in self.chores if chore.kind == "balance"}
         return {**self.balances, **changed}
 
+    def num_steps(self, *, by_name: bool) -> int:
+        """How many of an expert's actions, the last ones before `done`, make the chores; the ones before only look."""
+        by_form = 0 if self.interface == "shell" else sum(chore.is_report for chore in self.chores)
+        return (2 if by_name else 3) * by_form + len(self.chores) - by_form
+
     def to_json(self) -> dict[str, Any]:
         chores = [{"kind": chore.kind, "name": chore.name, "value": chore.value} for chore in self.chores]
         return {
@@ -126,6 +131,10 @@ def draw_office(
     """
     num_chores, num_orders, num_customers = sizes
     orders = [(100 + n, rng.choice(CUSTOMERS[:num_customers]), rng.randrange(5, 100)) for n in range(num_orders)]
+    if not has_others and len({name for _, name, _ in orders}) < num_chores:  # each chore needs a customer
+        rare = rng.sample(CUSTOMERS[:num_customers], num_chores)
+        names = [*rare, *(name for _, name, _ in orders[num_chores:])]
+        orders = [(number, name, amount) for name, (number, _, amount) in zip(names, orders, strict=True)]
     balances = {name: rng.randrange(100) for name in CUSTOMERS}
     notes = {f"n{n}.txt": f"{rng.choice(WORDS)} {rng.choice(WORDS)}\n" for n in range(8)}
     kinds = ["report", "balance", "notes"] if has_others else ["report"]

@@ -121,11 +121,12 @@ class OfficePages:
                 self._folder.cleanup()
 
 
-def pages_expert(office: OfficeWork, chores: Sequence[str]) -> ScriptedPlayer:
+def pages_expert(office: OfficeWork, chores: Sequence[str], forgets: int | None = None) -> ScriptedPlayer:
     """The expert of an office with pages.
 
     Args:
         chores: Commands for what is not a report, in the form of replies.
+        forgets: A step of the chores to leave out, counted around from the last one.
     """
     reports = [chore for chore in office.chores if chore.is_report]
     plan: list[PlanStep | str] = []
@@ -139,6 +140,8 @@ def pages_expert(office: OfficeWork, chores: Sequence[str]) -> ScriptedPlayer:
     for chore in reports:
         plan += [fill("Customer", chore.name), fill("Value", chore.value), click("button", "Send")]
     left = [*plan, *chores, "done"]
+    if forgets is not None:
+        left.pop(-2 - forgets % office.num_steps(by_name=False))
 
     def reply(dialogue: Sequence[Message]) -> str:
         step = left.pop(0)

@@ -143,10 +143,18 @@ class Session:
 
     @property
     def files(self) -> FileTree:
-        """The files of /work, read and written from outside. With an overlay, the shell is started for it."""
+        """The files of /work, read and written from outside. With an overlay, the shell is started for it, and this
+        waits for a command that runs; a coroutine uses `with_files`."""
         if self._area.base is None:
-            return FileTree(self._area.upper, self._area.owner)
-        return self._in_thread(self._merged_files)
+            return self._tree()
+        return self._in_thread(self._tree)
+
+    async def with_files(self, work: Callable[[FileTree], T]) -> T:
+        """Read or write the files of /work in the session's own thread, while the event loop goes on."""
+        self._check_open()
+        result: T = await self._thread.run(self._locked, lambda: work(self._tree()))
+        self.renew()
+        return result
 
     @property
     def has_overlay(self) -> bool:
@@ -237,9 +245,7 @@ class Session:
 
         def run() -> None:
             try:
-                with self._lock, run_slots:
-                    self._check_open()
-                    outcome.set_result(work())
+                outcome.set_result(self._locked(work))
             except BaseException as error:  # noqa: BLE001 - whoever waits gets it
                 outcome.set_exception(error)
 
@@ -248,7 +254,14 @@ class Session:
         self.renew()
         return result
 
-    def _merged_files(self) -> FileTree:
+    def _locked(self, work: Callable[[], T]) -> T:
+        with self._lock, run_slots:
+            self._check_open()
+            return work()
+
+    def _tree(self) -> FileTree:
+        if self._area.base is None:
+            return FileTree(self._area.upper, self._area.owner)
         shell = self._ensure_shell()
         return FileTree(Path(f"/proc/{shell.init_pid}/root/work"), self._area.owner)
 

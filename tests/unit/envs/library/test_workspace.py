@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ from cases import for_each
 from turnwise.envs.base import EnvStep, assistant
 from turnwise.envs.library.workspace import Workspace, WorkspaceEnv
 from turnwise.envs.library.workspace_office import Interface, OfficeChore, OfficeWork, expert_replies
-from turnwise.envs.sandbox import Sandbox
+from turnwise.envs.sandbox import Sandbox, SandboxResult
 from turnwise.envs.scripted import play_script
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, SandboxError
 from turnwise.runtime.blocking import run_to_end
 
+ENDLESS = (
+    "CREATE VIEW customers AS WITH RECURSIVE n(name, balance) AS (SELECT 1, 1 UNION ALL SELECT name, 1 FROM n) "
+    "SELECT * FROM n WHERE balance > 1"
+)
 ORDERS = [(100, "Ann", 17), (101, "Ben", 5), (102, "Ann", 28)]
 
 
@@ -77,6 +82,44 @@ async def test_what_a_click_downloads_the_shell_reads_and_a_form_sends() -> None
     assert steps[-1].reward == 1.0
 
 
+class BusySandbox(Sandbox):
+    """A sandbox on a machine under load: whatever runs outside of a session takes too long."""
+
+    async def run(self, argv: Sequence[str], **rest: Any) -> SandboxResult:  # noqa: ARG002
+        limits = rest.get("limits") or self.limits
+        return SandboxResult(ending="timeout", exit_code=None, stdout="", stderr="", wall_s=9.0, limits=limits)
+
+
+async def test_a_database_that_cannot_be_made_is_the_envs_failure_each_time() -> None:
+    given = replace(office("shell", OfficeChore(kind="balance", name="Ann", value="4")), balances={"it's": 1})
+    env = WorkspaceEnv(Workspace(interface="shell"), Sandbox(), given)
+    await env.start()
+    for _ in range(2):  # a session without its database is not kept
+        with pytest.raises(SandboxError, match="database of the office was not made"):
+            await env.step(assistant("$ ls"))
+    await env.close()
+
+
+async def test_a_short_limit_on_commands_does_not_keep_the_database_from_being_made() -> None:
+    world = Workspace(interface="shell", chores=12, command_s=0.001)
+    (task,) = world.tasks("train", 1, 0)
+    assert any(chore["kind"] == "balance" for chore in task.data["chores"])
+    env = world.make_env(task, 0)
+    await env.start()
+    assert said(await env.step(assistant("$ sleep 1"))).startswith("[stopped: not done after 0.001 s")
+    await env.close()
+
+
+async def test_a_database_that_could_not_be_read_in_time_is_the_envs_failure() -> None:
+    given = office("shell", OfficeChore(kind="balance", name="Ann", value="4"))
+    env = WorkspaceEnv(Workspace(interface="shell"), BusySandbox(), given)
+    await env.start()
+    await env.step(assistant("$ ls"))
+    with pytest.raises(SandboxError, match="database of the office was not read: stopped: not done after"):
+        await env.step(assistant("done"))
+    await env.close()
+
+
 @for_each(
     ("chore", "replies"),
     [
@@ -86,6 +129,13 @@ async def test_what_a_click_downloads_the_shell_reads_and_a_form_sends() -> None
         (OfficeChore(kind="notes", name="parcel"), ["$ mkdir done; rm notes/n0.txt; touch done/n0.txt"]),
         (OfficeChore(kind="balance", name="Ann", value="42"), ["```sql\nUPDATE customers SET balance = 42\n```"]),
         (OfficeChore(kind="balance", name="Ann", value="42"), ["$ echo rubbish > shop.db"]),
+        (
+            OfficeChore(kind="balance", name="Ann", value="42"),
+            [
+                "```sql\nDROP TABLE customers\n```",
+                f"```sql\n{ENDLESS}\n```",
+            ],
+        ),
         (
             OfficeChore(kind="balance", name="Ann", value="42"),
             [
@@ -112,6 +162,23 @@ def test_every_interface_has_the_same_tasks_and_the_expert_does_them_in_fewer_ac
             dialogue = run_to_end(play_script(world.make_env(task, 0), world.expert(task, 0), world.max_turns))
             turns[each].append(sum(message.role == "assistant" for message in dialogue))
     assert sum(turns["shell"]) < sum(turns["both"]) < sum(turns["screen"])
+
+
+def test_a_careless_expert_leaves_a_step_of_a_chore_out_and_fails_for_it() -> None:
+    interfaces: tuple[Interface, ...] = ("shell", "screen", "both")
+    for interface in interfaces:
+        for by_name in (False, True):
+            world = Workspace(interface=interface, by_name=by_name, reports_only=True, demonstration_skill=0.0)
+            skilled = replace(world, demonstration_skill=1.0)
+            for task in world.tasks("train", 3, 0):
+                given = OfficeWork.from_json(task.data, interface)
+                short, whole = (
+                    [m.content for m in run_to_end(play_script(one.make_env(task, 0), one.expert(task, 1), 99))[2::2]]
+                    for one in (world, skilled)
+                )
+                assert len(short) == len(whole) - 1
+                assert not run_to_end(play(given, short, by_name=by_name))[-1].is_success
+                assert run_to_end(play(given, whole, by_name=by_name))[-1].is_success
 
 
 def test_screens_by_name_are_short_and_take_a_report_in_one_box() -> None:
@@ -196,6 +263,18 @@ def test_random_play_does_not_solve_it() -> None:
                 return bool(step.is_success)
 
     assert not any(run_to_end(is_solved(number)) for number in range(4))
+
+
+def test_more_reports_than_customers_are_refused_and_all_that_are_asked_for_are_drawn() -> None:
+    ways: tuple[dict[str, Any], ...] = ({"interface": "screen"}, {"reports_only": True})
+    for options in ways:
+        with pytest.raises(ConfigError, match="customers=10, orders=40 have 10; ask for 10 chores at most"):
+            Workspace(chores=12, orders=40, **options)
+    for chores, customers, orders in ((10, 10, 12), (2, 2, 4)):
+        world = Workspace(chores=chores, customers=customers, orders=orders, reports_only=True)
+        tasks = world.tasks("train", 30, 0)
+        assert {len(task.data["chores"]) for task in tasks} == {chores}
+        assert all(len(task.data["orders"]) == orders for task in tasks)
 
 
 @for_each(

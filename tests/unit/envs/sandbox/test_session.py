@@ -42,6 +42,19 @@ async def test_folder_variables_and_files_stay_between_commands(session: Session
     assert session.files.read("pkg/mod.py") == b"x = 1\ny = 2\n"
 
 
+async def test_the_event_loop_goes_on_while_files_wait_for_a_command(session: Session) -> None:
+    command = asyncio.ensure_future(session.run("sleep 0.5; echo x = 3 >> pkg/mod.py"))
+    await asyncio.sleep(0)
+    reading = asyncio.ensure_future(session.with_files(lambda files: files.read("pkg/mod.py")))
+    rounds = 0
+    while not reading.done():
+        await asyncio.sleep(0.01)
+        rounds += 1
+    assert await reading == b"x = 1\nx = 3\n"
+    assert rounds >= 10
+    assert (await command).is_ok
+
+
 async def test_exit_codes_and_errors_come_back_in_order(session: Session) -> None:
     assert await output(session, "echo one; ls nowhere; echo two; false") == (
         "one\nls: cannot access 'nowhere': No such file or directory\ntwo\n[exit code 1]"

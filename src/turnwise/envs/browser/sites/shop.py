@@ -139,8 +139,9 @@ class Shop(Site):
 
     @route("/category/<name>")
     def category(self, _: WebRequest, name: str) -> WebResponse:
-        listing = self._listing("SELECT * FROM products WHERE category = ? ORDER BY name", name)
-        return self.show(name, [listing])
+        rows = self.rows("SELECT * FROM products WHERE category = ? ORDER BY name", name)
+        links = [link(_with_price(row), f"/product/{row['id']}") + "<br>" for row in rows]
+        return self.show(name, links or [paragraph("Nothing was found.")])
 
     @route("/search")
     def search(self, request: WebRequest) -> WebResponse:
@@ -268,7 +269,7 @@ class Shop(Site):
         for category in rng.sample(free, len(free)):
             rows = self.rows("SELECT * FROM products WHERE category = ? ORDER BY price LIMIT 2", category)
             if len(rows) == 2 and rows[0]["price"] < rows[1]["price"]:
-                way = [click("link", "Home"), click("link", category), click("link", rows[0]["name"])]
+                way = [click("link", "Home"), click("link", category), click("link", _with_price(rows[0]))]
                 effect = partial(_add, number=rows[0]["id"], quantity=1)
                 goal = f"Add the cheapest product of {category} to the cart."
                 return [Chore(text=goal, steps=[*way, click("button", "Add to cart")], effect=effect)]
@@ -317,6 +318,11 @@ class Shop(Site):
             ],
             effect=lambda site: site.review(number, stars, body),
         )
+
+
+def _with_price(product: sqlite3.Row) -> str:
+    """The name of a link that tells the price too, for whoever sees elements only."""
+    return f"{product['name']}, ${product['price']}"
 
 
 def _add(site: Shop, number: int, quantity: int) -> None:
