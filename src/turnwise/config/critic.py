@@ -26,7 +26,8 @@ class CriticConfig(Section):
         default=50,
         ge=0,
         description="Most batches that the critic learns from before the policy's first step; the policy does "
-        "not change. 0 is no pre-training.",
+        "not change. 0 is no pre-training; in no world that was measured did it pay for its tokens "
+        "(docs/algorithms/ppo.md).",
     )
     pretrain_from: str = Field(
         default="rollouts",

@@ -7,9 +7,11 @@ import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from cases import for_each
+from turnwise.cli import main
 from turnwise.envs.base import Task, assistant, user
 from turnwise.envs.listed import ListedTask
 from turnwise.errors import ConfigError
@@ -251,3 +253,31 @@ def test_groups_that_could_not_be_played_are_played_again_after_they_are_forgott
         store.add_dropped(2, "a", "failed", "the server is down")
         store.forget_dropped(1)
         assert (store.played_tasks(1), store.played_tasks(2)) == (set(), {"a"})
+
+
+def test_pools_are_shown_and_written_to_parquet_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with _store(tmp_path) as store:
+        store.add_tasks(_tasks("mixed"), 1)
+        _play(store, 1, "mixed", {"red red": True, "red blue": False, "blue red": True})
+        with store.transaction():
+            store.insert("sft", [(1, 1), (3, 1)])
+            store.insert("rl", [(1, "mixed", 2 / 3)])
+            store.insert("preference", [(1, 2, 1)])
+    wheel = str(tmp_path / "wheel")
+    written = {pool: tmp_path / f"{pool}.parquet" for pool in ("sft", "rl", "preference")}
+    for pool, path in written.items():
+        assert main(["pools", wheel, "--pool", pool, "--out", str(path)]) == 0
+    rows = {pool: pq.read_table(path).to_pylist() for pool, path in written.items()}
+    assert [(row["task_id"], row["attempt"], row["verdict"]) for row in rows["sft"]] == [
+        ("mixed", 0, "verifier"),
+        ("mixed", 2, "verifier"),
+    ]
+    assert [(row["task_id"], row["good_share"]) for row in rows["rl"]] == [("mixed", 2 / 3)]
+    assert [row["round"] for row in rows["preference"]] == [1]
+    capsys.readouterr()
+    assert main(["pools", wheel]) == 0
+    assert "sft 2, rl 1, preference 1" in capsys.readouterr().out
+    assert main(["pools", wheel, "--pool", "sft", "--out", str(tmp_path / "sft.csv")]) == 2
+    assert ".parquet" in capsys.readouterr().err

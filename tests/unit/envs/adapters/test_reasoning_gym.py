@@ -22,6 +22,7 @@ async def test_the_data_sets_own_answer_is_worth_one() -> None:
     for task in world.tasks("train", 5, 0):
         _, steps = await play(world, [f"I think <answer>{_answer(task.data['item'])}</answer>"], task)
         assert (steps[0].reward, steps[0].terminated, steps[0].is_success) == (1.0, True, True)
+        assert steps[0].labels == {"answer": _answer(task.data["item"])}
 
 
 async def test_with_several_attempts_the_rewards_add_up_to_the_best_score() -> None:

@@ -51,6 +51,7 @@ async def test_the_tool_call_protocol() -> None:
 
 async def test_a_wrong_answer_costs_half_a_point() -> None:
     (step,) = await play(make_env(), "Answer: 400")
+    assert step.labels == {"answer": "400"}, "so that samples can vote"
     assert (step.reward, step.terminated, step.is_success) == ({"outcome": -0.5}, True, False)
 
 

@@ -56,6 +56,12 @@ async def test_rewards_by_turn_and_the_words_before_the_last() -> None:
     assert (steps[-1].terminated, steps[-1].is_success, steps[-1].messages) == (True, False, ())
 
 
+async def test_the_last_answer_is_recorded_in_the_form_in_which_samples_vote() -> None:
+    assert [step.labels for step in await play(make_env(), "#### 1", "#### 17.0")] == [{}, {"answer": "17"}]
+    (wrong,), (silent,) = [await play(make_env(max_turns=1), reply) for reply in ("#### 1,200", "no idea")]
+    assert (wrong.labels, silent.labels) == ({"answer": "1200"}, {})
+
+
 async def test_the_answer_gives_nothing_away() -> None:
     wrong, formless = make_env(), make_env()
     (near,) = await play(wrong, "#### 16")
