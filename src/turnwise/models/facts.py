@@ -216,7 +216,12 @@ class ModelFacts(ModelSizes):
 
 def is_tied(directory: Path) -> bool:
     """Whether a model's output head shares the weights of its embedding."""
-    return bool(json.loads((directory / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"))
+    return bool(read_config(directory).get("tie_word_embeddings"))
+
+
+def read_config(directory: Path) -> ModelJson:
+    """A model's config.json."""
+    return json.loads((directory / "config.json").read_text(encoding="utf-8"))
 
 
 def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int = 0) -> ModelFacts:
@@ -226,14 +231,14 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
         wanted_context: tokens of the longest sequence (`engine.context_length`); 0: the model's own.
     """
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = read_config(directory)
         shapes = {name: shape for file in directory.glob("*.safetensors") for name, shape in _shapes(file).items()}
     except (OSError, ValueError, KeyError) as cause:
         raise ModelError(f"{directory} cannot be read as a model: {cause}") from cause
     if runs_here:
         check_supported(config)
     if (text := language_config(config)) is not config:
-        shapes = {name: shape for name, shape in shapes.items() if not is_outside_language(name)}
+        shapes = {whole_name(name): shape for name, shape in shapes.items() if not is_outside_language(name)}
     config = config.get("text_config", config) if text is config else text
     linears = {n.removesuffix(".weight"): Shape(s[0], s[1]) for n, s in shapes.items() if _is_linear(n, s)}
     frozen = _add_experts(linears, shapes, describe_experts(config), config.get("hidden_size", 0))
@@ -259,7 +264,16 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
 
 def is_outside_language(name: str) -> bool:
     """Whether a weight of a model that reads more than text is not its language model's."""
-    return not name.startswith((*HEADS, f"model.{LANGUAGE_MODEL}."))
+    return not whole_name(name).startswith((*HEADS, f"model.{LANGUAGE_MODEL}."))
+
+
+def whole_name(name: str) -> str:
+    """The name that transformers has for a weight of a model that reads more than text; some files have an older one.
+
+    They are of a time when the language model, with its head, was one part of such a model.
+    """
+    name = re.sub(rf"^{LANGUAGE_MODEL}\.model\.", f"model.{LANGUAGE_MODEL}.", name)
+    return name.removeprefix(f"{LANGUAGE_MODEL}.") if name.startswith(f"{LANGUAGE_MODEL}.lm_head.") else name
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
