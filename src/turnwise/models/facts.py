@@ -23,6 +23,7 @@ from turnwise.models.families import (
     describe_experts,
     has_stretched_angles,
     inner_size,
+    is_packed,
     language_config,
     layer_keys,
     layer_windows,
@@ -41,6 +42,8 @@ EMBEDDINGS = (
 """Names of the embedding; it is the head's matrix too where the two are tied."""
 LANGUAGE_MODEL = "language_model"
 """The name of the language model inside a model that reads more than text."""
+PACKED_BLOCKS, PACKED_SCALES = "_blocks", "_scales"
+"""Ends of the names of experts as MXFP4 (`families.is_packed`)."""
 _LAYER = r"^(?P<layer>.*\.layers\.\d+)\.(?P<parent>mlp\.|block_sparse_moe\.|)"
 _EXPERT = re.compile(_LAYER + r"(experts\.|(input|output)_linear)")
 _DOWN = re.compile(r"\.(down_proj|w2|output_linear)(\.weight)?$")
@@ -187,6 +190,8 @@ class ModelFacts(ModelSizes):
     """What there is to say about angles that depend on the length of a sequence."""
     angle_switch: int | None = None
     """Longer sequences have other angles, and a trainer runs them twice (`engine/model/rotation.py`)."""
+    is_packed: bool = False
+    """Whether the files hold experts in four bits a number (MXFP4)."""
     has_other_angles: bool = False
     """Whether `engine.context_length` goes beyond what the model reads with its first angles."""
 
@@ -258,6 +263,7 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
         frozen={what: count for what, count in frozen.items() if count},
         angle_note=angle_note(config, context),
         angle_switch=switch,
+        is_packed=is_packed(config),
         has_other_angles=switch is not None or has_stretched_angles(config, context),
     )
 
@@ -279,7 +285,19 @@ def whole_name(name: str) -> str:
 def _shapes(file: Path) -> dict[str, list[int]]:
     with file.open("rb") as stream:
         header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return dict(_unpacked(name, shape) for name, shape in shapes.items() if not name.endswith(PACKED_SCALES))
+
+
+def _unpacked(name: str, shape: list[int]) -> tuple[str, list[int]]:
+    """The parameter that is made of these bytes; MXFP4 keeps 32 inputs of an output as 16 bytes.
+
+    [E, outputs, inputs / 32, 16] in the file is [E, inputs, outputs] in the model.
+    """
+    if not name.endswith(PACKED_BLOCKS):
+        return name, shape
+    experts, outputs, groups, count = shape
+    return name.removesuffix(PACKED_BLOCKS), [experts, 2 * groups * count, outputs]
 
 
 def _is_linear(name: str, shape: list[int]) -> bool:

@@ -341,11 +341,17 @@ def check_supported(config: ModelJson) -> None:
         value = config.get(setting)
         if value not in (None, False, 1, 1.0) and setting not in family.settings:
             raise ModelError(f"{name} sets {setting}={value}, which is not supported")
-    if config.get("quantization_config"):
+    if config.get("quantization_config") and not is_packed(config):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise ModelError(f"{name} is quantised ({method}), which is not supported; take its weights in bfloat16")
     if name not in FAMILIES:
         raise ModelError(_unknown_family(name, config))
+
+
+def is_packed(config: ModelJson) -> bool:
+    """Whether the files hold experts as MXFP4, which is multiplied out when the model is loaded."""
+    settings = config.get("quantization_config") or {}
+    return config.get("model_type") == "gpt_oss" and settings.get("quant_method") == "mxfp4"
 
 
 def _unknown_family(name: str, config: ModelJson) -> str:

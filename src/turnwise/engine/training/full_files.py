@@ -159,4 +159,5 @@ def fill_directory(directory: Path, tensors: Mapping[str, Tensor], base: Path, d
             shutil.copy(file, directory / file.name)
     config = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
     config |= dict.fromkeys(_DTYPE_KEYS, str(dtype).removeprefix("torch."))
+    config.pop("quantization_config", None)  # what is written are plain numbers
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
