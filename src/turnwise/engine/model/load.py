@@ -315,7 +315,7 @@ def _implementations(config: PretrainedConfig) -> dict[str, str]:
 
 
 def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    is_in_part = config.model_type in _CAN_LEAVE_OUT  # transformers would list the weights that are left out
+    is_in_part = config.model_type in COMPOSITES  # transformers would list what is left out
     try:
         with without_progress_bars(), without_remarks() if is_in_part else nullcontext():
             model = load_pretrained(directory, dtype, config, **_implementations(config))
