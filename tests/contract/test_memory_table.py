@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnwise.training.memory_table import GIB, facts_of_shape, long_memory, long_table, memory_of, table
+from turnwise.training.memory_table import (
+    GIB,
+    facts_of_shape,
+    long_memory,
+    long_table,
+    memory_of,
+    pass_operations,
+    table,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 
@@ -29,3 +37,10 @@ def test_long_attempts_take_the_first_way_that_fits_the_card() -> None:
 def test_all_weights_take_as_many_bytes_as_the_page_says() -> None:
     memory = memory_of("Qwen3 0.6B", "full", 131)
     assert memory.weights + memory.adapter == 22 * facts_of_shape("Qwen3 0.6B").num_parameters
+
+
+def test_the_time_of_an_attempt_grows_with_the_square_of_its_attention() -> None:
+    """32 k tokens have half the products and a quarter of the attention of 64 k."""
+    short, long, longer = (pass_operations(tokens) for tokens in (32768, 65536, 131072))
+    assert 2 < long / short < 4
+    assert long / short < longer / long < 4

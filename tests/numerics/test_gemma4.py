@@ -1,4 +1,4 @@
-"""Gemma 4: what the table of families does not show of heads of two sizes, shared keys and checkpoints with eyes."""
+"""What the table of families does not show of Gemma 4 (heads of two sizes, shared keys) and of models with eyes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, Gemma3TextConfig
 
 from cases import for_each
 from naive import displaced_adapter, make_model, random_ids, rl_datum, run
-from turnwise.bench.families import plain_logprobs
+from turnwise.bench.families import load_plain, plain_logprobs
 from turnwise.bench.family_samples import family_samples
 from turnwise.engine import device_info
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.merge import write_merged
-from turnwise.models.facts import read_facts
+from turnwise.engine.training.combine import combine_full
+from turnwise.models.facts import read_facts, whole_name
+from turnwise.models.families import language_config
 from turnwise.models.layer_keys import LayerKeys, gemma4_keys
 from turnwise.models.tiny import build_tokenizer
 from turnwise.runtime import tolerances
 from turnwise.types import AdamParams, LoraConfig
 
-SAMPLES = {one.name: one for one in family_samples() if one.name.startswith("gemma4")}
+SAMPLES = {one.name: one for one in family_samples() if one.name.startswith(("gemma3", "gemma4", "mistral3"))}
+WITH_EYES = ["gemma3", "gemma4", "mistral3"]
 DATUMS = [rl_datum(random_ids(40, seed), start=20, seed=seed) for seed in range(2)]
 
 
@@ -40,7 +43,7 @@ def own_logprobs(engine: Engine, policy: Any) -> list[torch.Tensor]:
 
 
 def plain(directory: Path) -> list[torch.Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model = load_plain(directory)
     with torch.no_grad():
         ids = [
             [*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])]
@@ -87,20 +90,47 @@ def test_a_published_config_says_the_same_as_what_transformers_makes_of_it(tmp_p
         assert [(own.num_key_value_heads, own.head_dim) for own in layers] == [k[:2] for k in gemma4_keys(written)]
 
 
-def test_an_adapter_of_a_model_with_eyes_is_merged_into_its_language_model(tmp_path: Path) -> None:
-    directory = make_model(SAMPLES["gemma4"].config(), tmp_path / "base")
+@for_each("name", WITH_EYES)
+def test_an_adapter_of_a_model_with_eyes_is_merged_into_its_language_model(name: str, tmp_path: Path) -> None:
+    place = tmp_path / name
+    directory = make_model(SAMPLES[name].config(), place / "base")
     build_tokenizer().save(str(directory / "tokenizer.json"))
     engine = load(directory)
     adapter = displaced_adapter(engine, rank=3)
-    engine.save_adapter(adapter, tmp_path / "adapter", with_optimizer=False)
-    write_merged(tmp_path / "adapter", directory, tmp_path / "merged")
-    for place in (tmp_path / "merged", load(tmp_path / "merged")):
-        merged = (
-            plain(place) if isinstance(place, Path) else own_logprobs(place, place.create_adapter(LoraConfig(rank=1)))
-        )
+    engine.save_adapter(adapter, place / "adapter", with_optimizer=False)
+    write_merged(place / "adapter", directory, place / "merged")
+    again = load(place / "merged")
+    for merged in (plain(place / "merged"), own_logprobs(again, again.create_adapter(LoraConfig(rank=1)))):
         for got, want in zip(merged, own_logprobs(engine, adapter), strict=True):
             assert float((got - want).abs().max()) < tolerances.LOGPROBS
-    assert any("vision_tower" in name for name in load_file(tmp_path / "merged" / "model.safetensors"))
+    assert any("vision_tower" in name for name in load_file(place / "merged" / "model.safetensors"))
+
+
+@for_each("name", WITH_EYES)
+def test_an_engine_holds_the_language_model_alone(name: str, tmp_path: Path) -> None:
+    engine = load(make_model(SAMPLES[name].config(), tmp_path / name))
+    held = set(engine.model.layout.parameters)
+    assert held
+    assert {name for name in held if not name.startswith(("model.language_model.", "lm_head."))} == set()
+
+
+def test_names_of_older_files_are_those_of_transformers() -> None:
+    names = {
+        "language_model.model.layers.0.mlp.up_proj.weight": "model.language_model.layers.0.mlp.up_proj.weight",
+        "language_model.lm_head.weight": "lm_head.weight",
+        "model.language_model.norm.weight": "model.language_model.norm.weight",
+        "vision_tower.encoder.layers.0.mlp.fc1.weight": "vision_tower.encoder.layers.0.mlp.fc1.weight",
+    }
+    assert {name: whole_name(name) for name in names} == names
+
+
+def test_a_config_of_gemma_3_that_leaves_sizes_out_has_those_of_transformers() -> None:
+    """As published for 4B: `text_config` has neither heads nor a vocabulary."""
+    said = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    read = Gemma3TextConfig(**said).to_dict()
+    ours = language_config({"model_type": "gemma3", "text_config": said})
+    assert len(ours) > len(said)
+    assert {name: read[name] for name in ours} == dict(ours)
 
 
 def test_the_self_test_passes_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +141,11 @@ def test_the_self_test_passes_in_bfloat16(tmp_path: Path, monkeypatch: pytest.Mo
         assert {table.dtype for table in tables} == {torch.bfloat16}, "the widest tables are not widened"
 
 
-def test_all_weights_are_saved_with_what_is_not_trained(tmp_path: Path) -> None:
+@for_each("model", WITH_EYES)
+def test_all_weights_are_saved_with_what_is_not_trained(model: str, tmp_path: Path) -> None:
     """The scalars of the layers are no parameters, and the eyes are not loaded."""
-    directory = make_model(SAMPLES["gemma4"].config(), tmp_path / "base")
+    tmp_path = tmp_path / model
+    directory = make_model(SAMPLES[model].config(), tmp_path / "base")
     engine = load(directory)
     trained = engine.create_full()
     run(engine.forward_backward(trained, DATUMS, "importance_sampling", None))
@@ -127,3 +159,15 @@ def test_all_weights_are_saved_with_what_is_not_trained(tmp_path: Path) -> None:
         back = again.create_full()
         again.load_adapter(back, tmp_path / name, with_optimizer=with_optimizer)
         assert torch.equal(back.flat, trained.flat)
+
+
+@for_each("model", WITH_EYES)
+def test_full_weights_of_a_model_with_eyes_are_averaged_without_the_eyes(model: str, tmp_path: Path) -> None:
+    place = tmp_path / model
+    directory = make_model(SAMPLES[model].config(), place / "base")
+    engine = load(directory)
+    engine.save_adapter(engine.create_full(), place / "saved", with_optimizer=False)
+    combine_full([(place / "saved", 0.5)] * 2, directory, place / "mean", "sum", 1.0)
+    base, mean = (load_plain(one).state_dict() for one in (directory, place / "mean"))
+    assert base.keys() == mean.keys()
+    assert all(torch.equal(tensor, mean[name]) for name, tensor in base.items())

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from turnwise.bench.drive import finish
 from turnwise.bench.family_page import Differences, FamilyRow, replace_tables
@@ -38,6 +37,7 @@ from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import choose_device
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.load import without_progress_bars, without_remarks
+from turnwise.engine.model.pretrained import load_pretrained
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models.families import FAMILIES, has_stretched_angles
@@ -133,6 +133,11 @@ def compare(sample: FamilySample, settings: EngineConfig) -> FamilyRow:
             engine.close()
 
 
+def load_plain(directory: Path) -> Any:
+    """transformers' own model."""
+    return load_pretrained(directory, torch.float32, attn_implementation="eager").eval()
+
+
 class _Pair:
     """One model in our engine and in transformers, and an adapter that both train."""
 
@@ -158,10 +163,7 @@ class _Pair:
         self.moved = 0.0
 
     def _load_plain(self) -> Any:
-        plain: Any = AutoModelForCausalLM.from_pretrained(
-            self.place / MODEL, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        return plain.to(self.engine.device)
+        return load_plain(self.place / MODEL).to(self.engine.device)
 
     def _plain(self, model: Any, ids: Ids) -> Tensor:
         return plain_logprobs(model, ids, self.angles)

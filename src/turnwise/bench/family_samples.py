@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
+from turnwise.engine.model.pretrained import auto_class
 from turnwise.models.families import COMPOSITES, FAMILIES
 
 VOCAB = 97
@@ -51,9 +52,12 @@ GEMMA4: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
 }
 _EYE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+_PATCHES: dict[str, Any] = {"image_size": 28, "patch_size": 14}
 EYES: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": {**_EYE, **_PATCHES}, "mm_tokens_per_image": 4},
     "gemma4": {"vision_config": {**_EYE, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}},
     "gemma4_unified": {"vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 32}},
+    "mistral3": {"vision_config": {**_EYE, **_PATCHES, "model_type": "pixtral", "head_dim": 8}},
 }
 """What models that read images have beside their language model."""
 OWN: dict[str, dict[str, Any]] = {
@@ -61,11 +65,11 @@ OWN: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
     "cwm": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
     "exaone4": {"sliding_window": 21, "layer_types": MIXED_LAYERS},
+    "flex_olmo": {"intermediate_size": 192},  # a norm divides by what experts return: narrow ones make large errors
     "gemma2": {"sliding_window": 21, "head_dim": 8, "final_logit_softcapping": 9.0, "attn_logit_softcapping": 6.0},
     "gemma3_text": {"sliding_window": 21, "head_dim": 8, "layer_types": MIXED_LAYERS},
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
-    "flex_olmo": {"intermediate_size": 192},  # a norm divides by what experts return: narrow ones make large errors
     "gpt_oss": {"sliding_window": 21, "head_dim": 8},
     "granite": {"logits_scaling": 3.0},
     "granite_swa": {"sliding_window": 21, "logits_scaling": 3.0, "layer_types": MIXED_LAYERS},
@@ -156,6 +160,7 @@ VARIANTS: Sequence[FamilySample] = (
         settings={**_long_rope(30), "sliding_window": 21},
         context_length=256,
     ),
+    FamilySample(name="gemma3", model_type="gemma3"),
     FamilySample(name="gemma4", model_type="gemma4"),
     FamilySample(name="gemma4_unified", model_type="gemma4_unified"),
     FamilySample(
@@ -179,6 +184,7 @@ VARIANTS: Sequence[FamilySample] = (
         model_type="gemma4_text",
         settings={"enable_moe_block": True, "top_k_experts": 2},
     ),
+    FamilySample(name="mistral3", model_type="mistral3"),
     FamilySample(name="mistral, window", model_type="mistral", settings={"sliding_window": 21}),
     FamilySample(name="phi3, window", model_type="phi3", settings={"sliding_window": 21}),
     FamilySample(name="llama, GELU", model_type="llama", settings={"hidden_act": "gelu"}),
@@ -195,7 +201,7 @@ def family_samples() -> list[FamilySample]:
 def write_model(config: PretrainedConfig, directory: Path, spread: float = 0.12) -> Path:
     """A random model with logits of a healthy spread, saved like any Hugging Face model."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:

@@ -23,6 +23,7 @@ from turnwise.models.families import (
     describe_experts,
     has_stretched_angles,
     inner_size,
+    is_packed,
     language_config,
     layer_keys,
     layer_windows,
@@ -41,6 +42,8 @@ EMBEDDINGS = (
 """Names of the embedding; it is the head's matrix too where the two are tied."""
 LANGUAGE_MODEL = "language_model"
 """The name of the language model inside a model that reads more than text."""
+PACKED_BLOCKS, PACKED_SCALES = "_blocks", "_scales"
+"""Ends of the names of experts as MXFP4 (`families.is_packed`)."""
 _LAYER = r"^(?P<layer>.*\.layers\.\d+)\.(?P<parent>mlp\.|block_sparse_moe\.|)"
 _EXPERT = re.compile(_LAYER + r"(experts\.|(input|output)_linear)")
 _DOWN = re.compile(r"\.(down_proj|w2|output_linear)(\.weight)?$")
@@ -187,6 +190,8 @@ class ModelFacts(ModelSizes):
     """What there is to say about angles that depend on the length of a sequence."""
     angle_switch: int | None = None
     """Longer sequences have other angles, and a trainer runs them twice (`engine/model/rotation.py`)."""
+    is_packed: bool = False
+    """Whether the files hold experts in four bits a number (MXFP4)."""
     has_other_angles: bool = False
     """Whether `engine.context_length` goes beyond what the model reads with its first angles."""
 
@@ -216,7 +221,12 @@ class ModelFacts(ModelSizes):
 
 def is_tied(directory: Path) -> bool:
     """Whether a model's output head shares the weights of its embedding."""
-    return bool(json.loads((directory / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings"))
+    return bool(read_config(directory).get("tie_word_embeddings"))
+
+
+def read_config(directory: Path) -> ModelJson:
+    """A model's config.json."""
+    return json.loads((directory / "config.json").read_text(encoding="utf-8"))
 
 
 def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int = 0) -> ModelFacts:
@@ -226,14 +236,14 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
         wanted_context: tokens of the longest sequence (`engine.context_length`); 0: the model's own.
     """
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = read_config(directory)
         shapes = {name: shape for file in directory.glob("*.safetensors") for name, shape in _shapes(file).items()}
     except (OSError, ValueError, KeyError) as cause:
         raise ModelError(f"{directory} cannot be read as a model: {cause}") from cause
     if runs_here:
         check_supported(config)
     if (text := language_config(config)) is not config:
-        shapes = {name: shape for name, shape in shapes.items() if not is_outside_language(name)}
+        shapes = {whole_name(name): shape for name, shape in shapes.items() if not is_outside_language(name)}
     config = config.get("text_config", config) if text is config else text
     linears = {n.removesuffix(".weight"): Shape(s[0], s[1]) for n, s in shapes.items() if _is_linear(n, s)}
     frozen = _add_experts(linears, shapes, describe_experts(config), config.get("hidden_size", 0))
@@ -253,19 +263,41 @@ def read_facts(directory: Path, *, runs_here: bool = True, wanted_context: int =
         frozen={what: count for what, count in frozen.items() if count},
         angle_note=angle_note(config, context),
         angle_switch=switch,
+        is_packed=is_packed(config),
         has_other_angles=switch is not None or has_stretched_angles(config, context),
     )
 
 
 def is_outside_language(name: str) -> bool:
     """Whether a weight of a model that reads more than text is not its language model's."""
-    return not name.startswith((*HEADS, f"model.{LANGUAGE_MODEL}."))
+    return not whole_name(name).startswith((*HEADS, f"model.{LANGUAGE_MODEL}."))
+
+
+def whole_name(name: str) -> str:
+    """The name that transformers has for a weight of a model that reads more than text; some files have an older one.
+
+    They are of a time when the language model, with its head, was one part of such a model.
+    """
+    name = re.sub(rf"^{LANGUAGE_MODEL}\.model\.", f"model.{LANGUAGE_MODEL}.", name)
+    return name.removeprefix(f"{LANGUAGE_MODEL}.") if name.startswith(f"{LANGUAGE_MODEL}.lm_head.") else name
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
     with file.open("rb") as stream:
         header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return dict(_unpacked(name, shape) for name, shape in shapes.items() if not name.endswith(PACKED_SCALES))
+
+
+def _unpacked(name: str, shape: list[int]) -> tuple[str, list[int]]:
+    """The parameter that is made of these bytes; MXFP4 keeps 32 inputs of an output as 16 bytes.
+
+    [E, outputs, inputs / 32, 16] in the file is [E, inputs, outputs] in the model.
+    """
+    if not name.endswith(PACKED_BLOCKS):
+        return name, shape
+    experts, outputs, groups, count = shape
+    return name.removesuffix(PACKED_BLOCKS), [experts, 2 * groups * count, outputs]
 
 
 def _is_linear(name: str, shape: list[int]) -> bool:

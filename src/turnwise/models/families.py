@@ -196,8 +196,29 @@ FAMILIES: dict[str, Family] = {
 """The families whose results were compared with transformers', by `model_type`."""
 
 
-COMPOSITES: Mapping[str, str] = {"gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
-"""Models that read images and sound too, and the family of their language model, which is trained alone."""
+COMPOSITES: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "mistral3": "mistral",
+}
+"""Models that read images and sound too, and the family of their language model, which is trained alone.
+
+A config may name another family in its `text_config`: Ministral 3 is `ministral3` inside `mistral3`.
+"""
+_UNSAID: Mapping[str, ModelJson] = {
+    "gemma3": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    }
+}
+"""Sizes that a published `text_config` leaves out, as transformers fills them in."""
 
 
 def supported_types() -> list[str]:
@@ -205,10 +226,17 @@ def supported_types() -> list[str]:
     return sorted([*FAMILIES, *COMPOSITES])
 
 
+def auto_class_name(config: ModelJson) -> str:
+    """The class of transformers that loads an export of this model."""
+    return "AutoModelForImageTextToText" if config.get("model_type") == "mistral3" else "AutoModelForCausalLM"
+
+
 def language_config(config: ModelJson) -> ModelJson:
     """What a config says of the language model: all of it, but for a model that reads more than text."""
-    family = COMPOSITES.get(str(config.get("model_type", "")))
-    return config if family is None else {"model_type": family, **(config.get("text_config") or {})}
+    name = str(config.get("model_type", ""))
+    if name not in COMPOSITES:
+        return config
+    return {"model_type": COMPOSITES[name], **_UNSAID.get(name, {}), **(config.get("text_config") or {})}
 
 
 def add_family(family: Family) -> None:
@@ -313,11 +341,17 @@ def check_supported(config: ModelJson) -> None:
         value = config.get(setting)
         if value not in (None, False, 1, 1.0) and setting not in family.settings:
             raise ModelError(f"{name} sets {setting}={value}, which is not supported")
-    if config.get("quantization_config"):
+    if config.get("quantization_config") and not is_packed(config):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise ModelError(f"{name} is quantised ({method}), which is not supported; take its weights in bfloat16")
     if name not in FAMILIES:
         raise ModelError(_unknown_family(name, config))
+
+
+def is_packed(config: ModelJson) -> bool:
+    """Whether the files hold experts as MXFP4, which is multiplied out when the model is loaded."""
+    settings = config.get("quantization_config") or {}
+    return config.get("model_type") == "gpt_oss" and settings.get("quant_method") == "mxfp4"
 
 
 def _unknown_family(name: str, config: ModelJson) -> str:

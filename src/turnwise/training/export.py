@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.errors import CheckpointError, ConfigError
-from turnwise.models.facts import is_tied
+from turnwise.models.facts import is_tied, read_config
+from turnwise.models.families import auto_class_name
 from turnwise.training.model_card import ExportedAs, write_card
 from turnwise.training.policy import PolicySampler
 from turnwise.training.setup import Report, find_model, report_nothing
@@ -121,9 +122,10 @@ def _write_merged(policy: PolicySampler, report: Report, out: Path, place: Path)
         base = find_model(policy.config, report)
         write_merged(policy.files, base, out)
         notes = (UNTIED,) if is_tied(base) and not is_tied(out) else ()
-    load = f"transformers.AutoModelForCausalLM.from_pretrained({place.name!r})"
+    own = auto_class_name(read_config(out))
+    load = f"transformers.{own}.from_pretrained({place.name!r})"
     write_card(policy, out, ExportedAs(library="transformers", load=load, notes=notes))
-    said = [("model", str(place)), ("load it", f"transformers.AutoModelForCausalLM.from_pretrained({str(place)!r})")]
+    said = [("model", str(place)), ("load it", f"transformers.{own}.from_pretrained({str(place)!r})")]
     return [*said, ("chat", f"turnwise sample {place}"), *(("note", note) for note in notes)]
 
 

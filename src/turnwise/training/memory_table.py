@@ -30,6 +30,11 @@ SHAPES: dict[str, dict[str, int | bool]] = {
 PARTS = 8
 """Learners of `cluster.shard=true` in the table."""
 LONG_MODEL, LONG_TOKENS, LONG_KV_GIB = "Qwen3 8B", (32768, 65536, 131072), 40
+TIMED_TOKENS, TIMED_SECONDS = 65536, 22.4
+"""The attempt whose gradient was timed, on one H200; other times are computed from it by their operations."""
+PRODUCT_PASSES, ATTENTION_PASSES = 3.0, 4.5
+"""Work of a pass in forward passes: forward, forward again, and backward, which is 1 for products (frozen weights have no
+gradient) and 2.5 for attention."""
 HEAD_SIZE, VOCAB_SIZE, CONTEXT = 128, 151936, 40960
 
 
@@ -99,8 +104,8 @@ def table() -> str:
 def long_table() -> str:
     """Markdown: what one attempt of many tokens takes of the largest card, with a KV cache of `LONG_KV_GIB`."""
     passes = ["training pass with `keep`", "training pass as planned"]
-    head = ["Tokens of an attempt", "attempts in the KV cache", *passes, "in all"]
-    lines = [f"| {' | '.join(head)} |", "|---|---|---|---|---|"]
+    head = ["Tokens of an attempt", "attempts in the KV cache", *passes, "in all", "time of the pass, computed"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for num_tokens in LONG_TOKENS:
         auto, kept = (long_memory(num_tokens, how) for how in ("auto", "keep"))
         how = "computed twice" if auto.is_recomputed else "everything kept"
@@ -111,9 +116,25 @@ def long_table() -> str:
             f"{kept.training_pass / GIB:.1f} GiB",
             f"{auto.training_pass / GIB:.1f} GiB, {how}",
             f"{auto.total / GIB:.1f} GiB",
+            _long_time(num_tokens),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _long_time(num_tokens: int) -> str:
+    if num_tokens == TIMED_TOKENS:
+        return f"{TIMED_SECONDS:g} s, measured"
+    return f"{TIMED_SECONDS * pass_operations(num_tokens) / pass_operations(TIMED_TOKENS):.1f} s"
+
+
+def pass_operations(num_tokens: int) -> float:
+    """Floating-point operations of the gradient of one attempt that is computed twice, with an adapter."""
+    facts = facts_of_shape(LONG_MODEL)
+    products = 2 * sum(shape.num_values for shape in facts.linears.values()) * num_tokens
+    scored = num_tokens * (num_tokens + 1) / 2  # a token sees itself and what came before
+    attention = 4 * facts.num_layers * facts.query_size * scored
+    return PRODUCT_PASSES * products + ATTENTION_PASSES * attention
 
 
 def long_memory(num_tokens: int, activations: str) -> Memory:

@@ -224,6 +224,12 @@ def _set_up(
             f"the server of rollout.backend={config.rollout.backend} chooses angles by a rule of its own: its logprobs "
             "would be those of another model. Leave the option out, or use rollout.backend=local"
         )
+    if facts.is_packed and config.is_sampled_elsewhere:
+        raise ConfigError(
+            f"{config.model.name} is published in MXFP4, which is multiplied out here, and the server of "
+            f"rollout.backend={config.rollout.backend} would load it in four bits and cannot take trained weights. Use "
+            "rollout.backend=local, or a copy of the model in bfloat16"
+        )
     choose_weight_transfer(config, facts)
     parts = assemble(config, facts, objects)
     check_opponents(config, parts.world)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from turnwise.engine.attention.plans import ATTENTION_NAME, AttentionPlan, GroupedPlan, PagedPlan
@@ -21,6 +21,7 @@ from turnwise.engine.model.kept import PLAIN_STRETCH, KeptRoom, PassSizes
 from turnwise.engine.model.logits import finish_logits
 from turnwise.engine.model.lora import LinearGroup, LoraLinear, Route, RouteHolder
 from turnwise.engine.model.mixed import hold_mixed
+from turnwise.engine.model.pretrained import auto_class, load_pretrained
 from turnwise.engine.model.recomputed_layers import RecomputedLayers
 from turnwise.engine.model.reference import END_LENGTH, Reference, SequenceStart, language_model, run_plainly
 from turnwise.engine.model.rotation import fix_rotation
@@ -45,6 +46,10 @@ from turnwise.models.linears import Shape, can_be_adapted
 
 RANDOM_FILE = "random_weights"
 """A directory with this file and a config.json stands for a model with random weights."""
+_CAN_LEAVE_OUT = ("gemma4", "gemma4_unified")
+"""Models that transformers builds without what reads images and sound, where their config has none of it."""
+_OTHER_INPUTS = ("vision_tower", "multi_modal_projector")
+"""What reads images, in models that transformers builds with it alone."""
 
 
 class CausalModel:
@@ -254,9 +259,18 @@ def _read_config(directory: Path) -> PretrainedConfig:
     except (OSError, ValueError) as cause:
         raise ModelError(f"{directory} holds no model that transformers can read: {cause}") from cause
     check_supported(config.to_dict())
-    if config.model_type in COMPOSITES:
+    if config.model_type in _CAN_LEAVE_OUT:
         config.vision_config = config.audio_config = None
     return config
+
+
+def _forget_other_inputs(model: PreTrainedModel) -> PreTrainedModel:
+    """Let go what reads images."""
+    if model.config.model_type in COMPOSITES:
+        for name in _OTHER_INPUTS:
+            if getattr(model.base_model, name, None) is not None:
+                delattr(model.base_model, name)
+    return model
 
 
 @contextmanager
@@ -291,7 +305,7 @@ def _draw(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) ->
     """A model with random weights, made where it will run: for measurements of speed, without a large file."""
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, **_implementations(config))
+        return _forget_other_inputs(auto_class(config).from_config(config, dtype=dtype, **_implementations(config)))
 
 
 def _implementations(config: PretrainedConfig) -> dict[str, str]:
@@ -301,17 +315,15 @@ def _implementations(config: PretrainedConfig) -> dict[str, str]:
 
 
 def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    is_in_part = config.model_type in COMPOSITES  # transformers would list the weights that are left out
+    is_in_part = config.model_type in COMPOSITES  # transformers would list what is left out
     try:
         with without_progress_bars(), without_remarks() if is_in_part else nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, dtype=dtype, **_implementations(config)
-            )
+            model = load_pretrained(directory, dtype, config, **_implementations(config))
     except (OSError, ValueError) as cause:
         raise ModelError(f"cannot load {config.model_type} from {directory}: {cause}") from cause
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{type(model).__name__} does not let its attention be replaced, so it is not supported")
-    return model
+    return _forget_other_inputs(model)
 
 
 def _wrap_linears(model: PreTrainedModel, holder: RouteHolder) -> dict[str, LoraLinear]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from turnwise.engine.model.load import without_progress_bars
 from turnwise.engine.model.lora import LORA_ALPHA, split_pairs
+from turnwise.engine.model.pretrained import load_pretrained
 from turnwise.engine.training.adapter_files import adapted_names, read_flat, read_lora_config
 from turnwise.errors import CheckpointError
 from turnwise.models.linears import Shape
@@ -25,7 +25,7 @@ def write_merged(adapter: Path, base: Path, out: Path) -> None:
 
     An output head that shares its weights with the embedding gets weights of its own where the adapter changes it.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(str(base), dtype="auto")
+    model = load_pretrained(base, None)
     lora = read_lora_config(adapter)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is embedding.weight and lora.train_unembed:

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from turnwise.engine.model.load import without_progress_bars
 from turnwise.engine.model.lora import LORA_ALPHA, LoraWeights, num_parameters, split_pairs
+from turnwise.engine.model.pretrained import load_pretrained
 from turnwise.engine.training.adapter_files import is_critic, load_tensors, read_pairs, write_adapter
-from turnwise.engine.training.full_files import WEIGHTS_FILE, weights_dtype, write_weights
+from turnwise.engine.training.full_files import WEIGHTS_FILE, trained_names, weights_dtype, write_weights
 from turnwise.engine.training.peft_names import SavedPair
 from turnwise.errors import CheckpointError
 from turnwise.models.linears import Shape, linear_kind
@@ -105,9 +105,11 @@ def combine_full(parts: Weighted, base: Path, out: Path, method: FullMethod, den
     Args:
         density: The share of each tensor's changes that TIES keeps.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32)
-    start = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    loaded = [load_tensors(directory / WEIGHTS_FILE) for directory, _ in parts]
+    model = load_pretrained(base, torch.float32)
+    is_trained = trained_names(base)
+    start = {name: parameter.detach() for name, parameter in model.named_parameters() if is_trained(name)}
+    saved = [load_tensors(directory / WEIGHTS_FILE) for directory, _ in parts]
+    loaded = [{name: own for name, own in one.items() if is_trained(name)} for one in saved]
     names = {str(directory): own for (directory, _), own in zip(parts, loaded, strict=True)}
     _check_same_names({str(base): start, **names}, "has")
     combine: Callable[[Tensor, Sequence[Tensor], Sequence[float]], Tensor] = {

@@ -99,7 +99,7 @@ def checked_weights(directory: Path, expected: Mapping[str, HasShape]) -> dict[s
     """The saved parameters by name, which are as many and as large as expected."""
     if not is_full(directory):
         raise CheckpointError(f"{directory} holds no full weights: it has no {WEIGHTS_FILE}; is it an adapter?")
-    is_trained = _trained_names(directory)
+    is_trained = trained_names(directory)
     saved = {name: one for name, one in load_tensors(directory / WEIGHTS_FILE).items() if is_trained(name)}
     _check_names(directory / WEIGHTS_FILE, saved, expected)
     for name, one in expected.items():
@@ -130,7 +130,7 @@ def _check_names(path: Path, saved: Iterable[str], expected: Iterable[str]) -> N
         raise CheckpointError(f"{path} {what}; is the base the same?")
 
 
-def _trained_names(directory: Path) -> Callable[[str], bool]:
+def trained_names(directory: Path) -> Callable[[str], bool]:
     """Which weights of a model are parameters that are trained here."""
     config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     is_composite = language_config(config) is not config
@@ -139,7 +139,7 @@ def _trained_names(directory: Path) -> Callable[[str], bool]:
 
 def _untrained_tensors(base: Path) -> dict[str, Tensor]:
     """What the base model's files have beside its parameters."""
-    is_trained = _trained_names(base)
+    is_trained = trained_names(base)
     found: dict[str, Tensor] = {}
     for path in sorted(base.glob("*.safetensors")):
         if path.name == OPTIMIZER_FILE:
@@ -159,4 +159,5 @@ def fill_directory(directory: Path, tensors: Mapping[str, Tensor], base: Path, d
             shutil.copy(file, directory / file.name)
     config = json.loads((base / CONFIG_FILE).read_text(encoding="utf-8"))
     config |= dict.fromkeys(_DTYPE_KEYS, str(dtype).removeprefix("torch."))
+    config.pop("quantization_config", None)  # what is written are plain numbers
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
