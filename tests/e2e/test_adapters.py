@@ -19,6 +19,7 @@ from turnwise.envs.registry import get_world
 from turnwise.runlog.reader import RunReader
 
 SMALL = (*ONE_STEP, "rollout.max_turns=2", "env.options.max_tokens=6")
+BESIDE = "run by tests/contract/test_adapters_packages.py"
 SUMS = """\
 import verifiers.v1 as vf
 
@@ -60,13 +61,13 @@ def _train(name: str, directory: Path, capsys: pytest.CaptureFixture[str], *opti
 def test_an_env_of_another_library_is_trained_for_a_step(
     package: str, name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason=BESIDE)
     assert said in _train(name, tmp_path / "run", capsys)
 
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_a_verifiers_taskset_is_trained_for_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("verifiers")
+    pytest.importorskip("verifiers", reason=BESIDE)
     (tmp_path / "sums.py").write_text(SUMS, encoding="utf-8")
     assert " + 1 =" in _train(f"verifiers:{tmp_path}/sums.py:SumTaskset", tmp_path / "run", capsys)
 
@@ -74,7 +75,7 @@ def test_a_verifiers_taskset_is_trained_for_a_step(tmp_path: Path, capsys: pytes
 @pytest.fixture
 def echo(tmp_path: Path) -> Iterator[str]:
     pytest.importorskip("websockets")
-    pytest.importorskip("openenv")
+    pytest.importorskip("openenv", reason=BESIDE)
     with openenv_server(ECHO, tmp_path) as address:
         get_world(f"openenv:{address}", timeout_s=120.0)  # comes back when the server is up
         yield f"openenv:{address}"

@@ -26,7 +26,7 @@ from turnwise.runlog.reader import RunReader
 from turnwise.trajectory import Message
 from turnwise.view.one_attempt import attempt_json
 
-pytest.importorskip("playwright", reason="in the extra browser")
+pytest.importorskip("playwright", reason="run by tests/contract/test_browser_packages.py")
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
 

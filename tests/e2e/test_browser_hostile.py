@@ -17,7 +17,7 @@ from turnwise.envs.browser.pool import close_pools
 from turnwise.envs.screen import ScreenAction
 from turnwise.errors import AttemptFailed, Party
 
-pytest.importorskip("playwright", reason="in the extra browser")
+pytest.importorskip("playwright", reason="run by tests/contract/test_browser_packages.py")
 pytestmark = pytest.mark.slow
 
 QUICK = PageOptions(deadline_s=6.0)

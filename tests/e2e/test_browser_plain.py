@@ -12,7 +12,7 @@ from turnwise.envs.library.browser import PLAIN_SITES, BrowserWorld
 from turnwise.envs.scripted import ScriptedPlayer, play_script
 from turnwise.trajectory import Message
 
-pytest.importorskip("playwright", reason="in the extra browser")
+pytest.importorskip("playwright", reason="run by tests/contract/test_browser_packages.py")
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
 

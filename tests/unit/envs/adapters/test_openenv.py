@@ -57,7 +57,7 @@ app = create_fastapi_app(GuessEnvironment, Guess, Hint, max_concurrent_envs=2)
 """
 
 needs_server = pytest.mark.skipif(
-    importlib.util.find_spec("openenv") is None, reason="openenv-core is not installed (extra adapters)"
+    importlib.util.find_spec("openenv") is None, reason="run by tests/contract/test_adapters_packages.py"
 )
 pytest.importorskip("websockets")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-reasoning_gym = pytest.importorskip("reasoning_gym")
+reasoning_gym = pytest.importorskip("reasoning_gym", reason="run by tests/contract/test_adapters_packages.py")
 
 from attempts import play  # noqa: E402 - after the check that the library is there
 from turnwise.envs.registry import get_world  # noqa: E402

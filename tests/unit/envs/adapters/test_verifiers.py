@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verifiers")
+pytest.importorskip("verifiers", reason="run by tests/contract/test_adapters_packages.py")
 
 from fastapi import FastAPI
 

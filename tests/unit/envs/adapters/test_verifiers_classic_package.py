@@ -18,7 +18,9 @@ def _has_older_kind() -> bool:
         return False
 
 
-pytestmark = pytest.mark.skipif(not _has_older_kind(), reason="needs verifiers before 0.4")
+pytestmark = pytest.mark.skipif(
+    not _has_older_kind(), reason="run by tests/contract/test_adapters_packages.py, with verifiers before 0.4"
+)
 
 ENVS = '''\
 import verifiers as vf
