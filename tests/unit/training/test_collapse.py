@@ -101,7 +101,7 @@ def test_a_policy_that_beats_its_newest_snapshot_and_not_older_ones_is_told() ->
         {"snapshot_10": ["won"], "snapshot_0": ["won"], "tough": ["lost"] * 3},  # a script is hard to beat
     ],
 )
-def test_a_policy_that_gets_better_is_not_told_whoever_is_in_the_pool(results: Mapping[str, Sequence[str]]) -> None:
+def test_a_policy_that_gets_better_is_not_told_whoever_is_in_the_pool(results: Mapping[str, list[str]]) -> None:
     metrics = pool_after({name: own * MIN_GAMES for name, own in results.items()})
     assert metrics["opponent/exploitation"] <= 0.2
     assert "exploitation" not in told(metrics)
