@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,19 @@ def test_a_run_its_base_and_a_script_are_rated_with_a_picture(
     texts = [element.text or "" for element in ET.parse(picture).iter() if element.text]
     assert any(text.startswith("run (") for text in texts)
     assert "joint surplus" in texts
+
+
+def test_both_seats_learn_from_games_that_were_played_ahead_also_after_a_resume(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    options = ("env.options.opponent=self", "opponent.train=both", "opponent.panel=[tough]", "train.max_staleness=1")
+    assert main(["train", "negotiate_tiny", *SMALL, *options, "train.steps=3", f"run.dir={place}"]) == 0
+    assert main(["train", "--resume", str(place), "train.steps=6"]) == 0
+    with RunReader(place) as run:
+        rows = run.attempts(phase="train")
+        seats = Counter((row.step, row.task_id, run.attempt(row.id).trajectory.labels["seat"]) for row in rows)
+        assert set(seats.values()) == {4}, "all games of a task, and both seats of each game"
+        assert {step for step, *_ in seats} == set(range(1, 7))
+        stale = dict(run.metric("pool/staleness_max"))
+        assert max(stale[step] for step in (1, 2, 3)) == max(stale[step] for step in (4, 5, 6)) == 1
+        assert all(row.is_exact for row in run.certificates())
+    assert main(["certify", str(place)]) == 0

@@ -146,7 +146,7 @@ class OpponentPool:
         """
         with self._lock:
             played = self.results.get(self.newest, {})
-            older = {*self.snapshots, *([self.base.name] if self.base is not None else [])}
+            older = set(self.snapshots) | ({self.base.name} if self.base is not None else set[str]())
             won_new, num_new = played.get(self.newest, [0.0, 0.0])
             counts = [played[name] for name in older - {self.newest} if name in played]
         won_old, num_old = (sum(one[index] for one in counts) for index in (0, 1))

@@ -264,11 +264,18 @@ class Opponents:
     def _tinker_sampler(self, source: OpponentSource) -> SamplingClient:
         address, config = source.words.removeprefix(TINKER_PREFIX), self._config.opponent
         service = RemoteServiceClient(address, api_key=_read_key(config.api_key_variable) or None)
-        self._stack.callback(service.close)
+        self._stack.callback(self._leave, service, address)
         is_path = config.model.startswith(SCHEMES)
         if is_path:
             return service.create_sampling_client(model_path=config.model)
         return service.create_sampling_client(base_model=config.model)
+
+    def _leave(self, service: RemoteServiceClient, address: str) -> None:
+        """End the session of an opponent. What was played stays, so a service that died is no error any more."""
+        try:
+            service.close()
+        except (ServiceError, TimeoutError) as error:
+            self._report(f"the session of the opponent at {address} was not ended: {error}")
 
     @property
     def _max_tokens(self) -> int:

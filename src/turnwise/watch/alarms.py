@@ -90,7 +90,7 @@ class AlarmConfig(Section):
         default=0.05, ge=0, lt=1, description="In `negotiate`: smallest share of a step's games with a deal."
     )
     min_openings: float = Field(
-        default=0.05,
+        default=0.1,
         ge=0,
         lt=1,
         description="Against models: smallest diversity of first replies among attempts with the same start; 0: all "

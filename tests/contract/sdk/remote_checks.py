@@ -3,12 +3,16 @@
 import asyncio
 import json
 import os
+import threading
+import urllib.error
 import urllib.request
 import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import openai
+import pytest
 
 from turnwise import types
 from turnwise.cli import main
@@ -19,7 +23,7 @@ from turnwise.credit.datums import trajectory_to_datums
 from turnwise.credit.weights import token_mean, weigh
 from turnwise.envs.base import assistant
 from turnwise.envs.registry import get_world
-from turnwise.errors import ConfigError, ServiceError
+from turnwise.errors import AttemptFailed, ConfigError, Party, ServiceError
 from turnwise.rollout.certify import certify
 from turnwise.rollout.config import RolloutConfig
 from turnwise.runlog.reader import RunReader
@@ -33,6 +37,8 @@ IDS = [5, 6, 7, 8, 9, 10, 11]
 OURS = RemoteServiceClient(URL)
 TINKER = RemoteServiceClient(URL, dialect="tinker")
 LOCAL = ServiceClient(data_dir=Path(os.environ["SCRATCH"]))
+HOP_HEADERS = ("host", "content-length", "connection", "accept-encoding", "transfer-encoding")
+"""Headers of one connection, which a proxy does not pass on."""
 ADAM = types.AdamParams(learning_rate=1e-2)
 
 
@@ -310,6 +316,76 @@ async def a_tinker_service_plays_the_other_seat_with_a_base_model_or_with_saved_
         said[model] = step.labels["opponent_said"]
     assert said["tiny"] == said[""], "the service samples what this process samples"
     assert said[path] != said["tiny"]
+
+
+async def a_service_that_plays_and_then_dies_or_talks_garbage_is_to_blame():
+    """A proxy stands before the service until the opponent is loaded; then it hangs up, or answers no protocol."""
+    for mode in ("dead", "garbage"):
+        with _Proxy() as proxy:
+            words = f"tinker+http://127.0.0.1:{proxy.server_port}"
+            world = get_world("negotiate", opponent=words)
+            config = Config.model_validate(
+                {
+                    "model": {"name": "tiny"},
+                    "env": {"name": "negotiate", "options": {"opponent": words}},
+                    "opponent": {"model": "tiny", "deadline_s": 4},
+                }
+            )
+            rollout = RolloutConfig(max_trajectory_tokens=1024).for_world(world)
+            with Opponents(config, world, LOCAL, rollout) as opponents:
+                opponents.open()
+                env = opponents.world.make_env(world.tasks("train", 1, 0)[0], 7)
+                await env.start()
+                assert not (await env.step(assistant("Hello."))).terminated
+                proxy.mode = mode
+                with pytest.raises(AttemptFailed) as failure:
+                    await env.step(assistant("Hello again."))
+                assert failure.value.party is Party.OPPONENT, failure.value
+
+
+class _Proxy(ThreadingHTTPServer):
+    """Passes requests on to the service, until its mode is another one."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Passing)
+        self.mode = "pass"
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+
+class _Passing(BaseHTTPRequestHandler):
+    def _pass(self):
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if self.server.mode == "dead":
+            self.close_connection = True
+            return
+        status, kind, answer = 200, "text/html", b"<html>busy</html>"
+        if self.server.mode == "pass":
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_HEADERS}
+            request = urllib.request.Request(f"{URL}{self.path}", body or None, headers, method=self.command)
+            try:
+                with urllib.request.urlopen(request, timeout=120) as found:
+                    status, kind, answer = found.status, found.headers["content-type"], found.read()
+            except urllib.error.HTTPError as error:
+                status, kind, answer = error.code, error.headers["content-type"], error.read()
+        self.send_response(status)
+        self.send_header("content-type", kind or "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST = do_DELETE = _pass
+
+    def log_message(self, *_):
+        pass
 
 
 def a_captured_agent_is_trained_exactly_on_what_it_sampled():

@@ -12,10 +12,12 @@ from fastapi import FastAPI, Request
 from local_server import serving
 from turnwise.envs.base import EnvStep, Task, assistant, user
 from turnwise.envs.check import check_env
+from turnwise.envs.library.negotiate_text import write_offer
 from turnwise.envs.registry import get_world
 from turnwise.errors import AttemptFailed, ConfigError, Party
 from turnwise.judges import Judge, JudgeLimits, Rubric, judged
 from turnwise.judges.models import JudgeFailedError
+from turnwise.opponents.seating import seat
 from turnwise.trajectory import Message
 
 RUBRIC = Rubric(criteria="It is polite.")
@@ -95,6 +97,32 @@ async def test_a_judge_that_fails_fails_the_attempt_or_leaves_its_channel_out() 
     fixed = JudgeLimits(fallback="value", fallback_value=0.1)
     (step,) = await play(judged(inner, Judge(Opinion(""), RUBRIC, limits=fixed)), ["{secret}"])
     assert dict(step.reward_parts) == {"outcome": 1.0, "judge": 0.1}
+
+
+class Offering:
+    """An opponent that is a model as far as anybody sees: it makes one offer."""
+
+    name, is_scripted = "offering", False
+
+    async def reply(self, game: Any, dialogue: Sequence[Message], seed: int) -> str:  # noqa: ARG002
+        return f"What about this?\n{write_offer({issue.name: 0 for issue in game.table.issues}, game.table.issues)}"
+
+
+@pytest.mark.parametrize("opponent", ["conceder", "offering"])
+async def test_a_negotiation_is_paid_by_its_table_and_judged_in_a_channel_of_its_own(opponent: str) -> None:
+    opinion = Opinion()
+    inner = get_world("negotiate", opponent="conceder")
+    world: Any = judged(inner, Judge(opinion, RUBRIC), gate="always", weight=0.2)
+    if opponent == "offering":
+        world = seat(world, lambda _task, _seed: Offering())
+    task = next(one for one in inner.tasks("train", 8, 0) if one.data["first"] != one.data["seat"])
+    env = world.make_env(task, 0)
+    await env.start()
+    step = await env.step(assistant("Accept"))
+    assert step.terminated
+    assert dict(step.reward_parts) == {"outcome": step.info["payoff"], "judge": pytest.approx(0.1)}
+    assert step.labels["opponent"] == opponent
+    assert "[assistant] Accept" in opinion.prompts[0]
 
 
 async def test_the_reference_is_shown_and_a_wrong_key_is_named() -> None:

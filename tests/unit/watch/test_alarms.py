@@ -30,7 +30,11 @@ FINE = {
         ("pool/stale_share", 0.5, ("too old", "train.max_wait")),
         ("rollout/entropy_estimate", 0.1, ("entropy", "under 0.1", "method.entropy_coef")),
         ("rollout/env_agreement_mean", 0.01, ("games with a deal is 0.01, under 0.05", "pool of opponents")),
-        ("opponent/opening_diversity", 0.01, ("diversity of first replies within a group is 0.01, under 0.05",)),
+        (
+            "opponent/opening_diversity",
+            0.01,
+            ("diversity of first replies within a group is 0.01, under 0.1", "method.entropy_coef"),
+        ),
         ("opponent/exploitation", 0.5, ("newest own snapshot is 0.5, over 0.4", "opponent.base_weight")),
         ("opponent/seat_gap", 0.9, ("that the two seats win is 0.9, over 0.8", "pool of opponents")),
     ],
