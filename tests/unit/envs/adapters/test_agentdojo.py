@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-agentdojo = pytest.importorskip(
-    "agentdojo", reason="imports the clients of four model services: docs/adapters/agentdojo.md"
-)
+agentdojo = pytest.importorskip("agentdojo", reason="run by tests/contract/test_agentdojo_package.py")
 
 from attempts import play  # noqa: E402 - after the check that the library is there
 from turnwise.envs.adapters.agentdojo import AgentDojoWorld  # noqa: E402
