@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from campaigns.browser_load import footprint, play_under_load
+from campaigns.miniwob_pages import compare_pages
 from command_line import run_here
 from turnwise.envs.base import Task, assistant
+from turnwise.envs.browser.miniwob import miniwob_pages
+from turnwise.envs.browser.miniwob_experts import PAGE_LEVELS, TEN_PAGES
 from turnwise.envs.browser.pool import close_pools
 from turnwise.envs.check import check_env
 from turnwise.envs.library.browser import SITES, BrowserWorld
@@ -72,6 +75,23 @@ async def test_experts_solve_the_ten_pages_of_miniwob() -> None:
     assert len(tasks) == 10
     solved = dict(zip(tasks, await play_all(world, list(tasks.values())), strict=True))
     assert solved == dict.fromkeys(tasks, True)
+
+
+async def test_the_pages_of_a_level_take_the_expert_its_number_of_actions() -> None:
+    pytest.importorskip("miniwob")
+    for pages, (fewest, most) in zip(PAGE_LEVELS, [(1, 1), (2, 2), (1, 13)], strict=True):
+        world = BrowserWorld(site="miniwob", pages=list(pages))
+        tasks = {task.data["page"]: task for task in world.tasks("train", 60, seed=0)}
+        steps = await asyncio.gather(*(play(world, one, world.expert(one, random.Random(1))) for one in tasks.values()))
+        for page, step in zip(tasks, steps, strict=True):
+            assert step.is_success, page
+            assert fewest <= step.info["actions"] <= most, page
+
+
+async def test_a_page_of_miniwob_shows_the_same_with_the_same_seed() -> None:
+    pytest.importorskip("miniwob")
+    reports = await compare_pages([*miniwob_pages()[:4], *TEN_PAGES[:4]], seed=5, actions=2)
+    assert [report.problem for report in reports] == [""] * 8
 
 
 async def test_experts_work_by_name_too() -> None:
@@ -167,3 +187,19 @@ def test_a_run_trains_replays_exactly_and_its_pictures_are_shown(tmp_path: Path)
     assert len(pictures) == len(shown["turns"])
     assert all(picture.startswith("data:image/jpeg;base64,") for picture in pictures)
     assert not any("screenshot" in name for name in shown["labels"])
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_an_attempt_at_a_page_of_miniwob_replays_exactly_from_its_record(tmp_path: Path) -> None:
+    pytest.importorskip("miniwob")
+    directory = tmp_path / "run"
+    short = ("train.steps=1", "train.tasks_per_step=1", "rollout.group_size=4", "eval.tasks=0")
+    page = ("env.options.pages=[click-button-sequence]", "env.options.demonstration_skill=1.0")
+    warm = ("warmup.steps=150", "warmup.demonstrations=8", "warmup.batch_size=8")
+    run_here("train", "browser_miniwob", *short, *page, *warm, f"run.dir={directory}")
+    with RunReader(directory) as run:
+        attempts = {row.id: attempt_json(run, row.id, "tiny")["turns"] for row in run.attempts()}
+    said = {number: [turn["reply"]["content"] for turn in turns] for number, turns in attempts.items()}
+    played = [number for number, replies in said.items() if "click ONE" in replies]
+    assert played, said
+    assert "replayed exactly" in run_here("replay", str(directory), "--attempt", str(played[0]))
