@@ -116,6 +116,17 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def is_cpu_chosen(config: EngineConfig) -> bool:
+    """Whether the user wants the CPU, also where there is a GPU."""
+    return config.device == "cpu"
+
+
+def numbered_device(name: str, kind: str) -> str:
+    """The name of one device: `cuda` is `cuda:0`. A device that nobody named is one of `kind`."""
+    name = kind if name in ("", "auto") else name
+    return name if ":" in name or name == "cpu" else f"{name}:0"
+
+
 def num_gpus(kind: str) -> int:
     """GPUs that this process sees, for an engine on that kind of device; 0 if it runs on a CPU."""
     if not facts_of(kind).has_own_memory:

@@ -111,7 +111,7 @@ async def play_tournament(
     async def one(names: tuple[str, str], task: Task) -> TournamentGame:
         async with room:
             seated = [players[name] or ScriptedOpponent(world, name, task) for name in names]
-            game = await _play(_Table(world, names, seated, limits.deadline_s), task, seed)
+            game = await _play(_Seating(world, names, seated, limits.deadline_s), task, seed)
         on_game()
         return game
 
@@ -120,7 +120,7 @@ async def play_tournament(
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _Seating:
     """Who sits where."""
 
     world: TwoSidedWorld
@@ -129,9 +129,9 @@ class _Table:
     deadline_s: float
 
 
-async def _play(table: _Table, task: Task, seed: int) -> TournamentGame:
-    names = table.names
-    game = table.world.make_game(task, random_for("game", seed, task.id).getrandbits(31))
+async def _play(seating: _Seating, task: Task, seed: int) -> TournamentGame:
+    names = seating.names
+    game = seating.world.make_game(task, random_for("game", seed, task.id).getrandbits(31))
     heard: tuple[list[Message], list[Message]] = ([], [])
     for number in range(_MAX_MOVES):
         seat = game.to_move
@@ -143,10 +143,10 @@ async def _play(table: _Table, task: Task, seed: int) -> TournamentGame:
         own += [*(game.rules(seat) if not own else []), *game.view(seat)]
         draw = random_for("move", seed, task.id, names[seat], number).getrandbits(31)
         try:
-            async with asyncio.timeout(table.deadline_s):
-                text = await table.players[seat].reply(game, tuple(own), draw)
+            async with asyncio.timeout(seating.deadline_s):
+                text = await seating.players[seat].reply(game, tuple(own), draw)
         except TimeoutError:
-            failure = f"{names[seat]}: no answer within {table.deadline_s:g} s"
+            failure = f"{names[seat]}: no answer within {seating.deadline_s:g} s"
             return TournamentGame(task_id=task.id, names=names, rewards=None, failure=failure)
         except Exception as cause:  # noqa: BLE001 - whatever it raises, this player failed
             error = cause if isinstance(cause, AttemptFailed) else AttemptFailed(Party.OPPONENT, repr(cause))

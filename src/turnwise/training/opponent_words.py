@@ -20,7 +20,7 @@ from typing import Literal
 from turnwise.client.checkpoints import INFO_FILE, SCHEMES, CheckpointStore, read_info
 from turnwise.config.config import Config
 from turnwise.engine.budget import format_bytes
-from turnwise.engine.device_info import DeviceInfo, find_device
+from turnwise.engine.device_info import DeviceInfo, find_device, numbered_device
 from turnwise.envs.base import World
 from turnwise.envs.remote.client import WorkedWorld, worked_part
 from turnwise.envs.seats import TwoSidedWorld
@@ -235,13 +235,8 @@ def _other_bases(config: Config, world: World) -> dict[str, Path]:
 
 def _shares_device(config: Config, device: DeviceInfo) -> bool:
     """Whether opponents are loaded on the policy's device."""
-
-    def numbered(name: str) -> str:
-        name = device.kind if name in ("", "auto") else name
-        return name if ":" in name or name == "cpu" else f"{name}:0"
-
     own = config.engine_in_use.device
-    return numbered(config.opponent.device or own) == numbered(own)
+    return numbered_device(config.opponent.device or own, device.kind) == numbered_device(own, device.kind)
 
 
 def opponent_line(config: Config, world: World) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from turnwise.engine.config import ClusterConfig, EngineConfig
-from turnwise.engine.device_info import choose_device, num_gpus
+from turnwise.engine.device_info import choose_device, is_cpu_chosen, num_gpus
 from turnwise.engine.learners.group import LearnerPlace, start_process
 from turnwise.engine.machine_share import MachineShare, count_here, thread_share
 from turnwise.engine.threads import USERS_CHOICES
@@ -30,7 +30,7 @@ class LearnerPlaces:
         if cluster.uses_ray:
             from turnwise.engine.learners.ray_peers import RayCluster  # ray
 
-            self._ray = RayCluster(cluster, has_gpu=self._gpus > 0, is_cpu_chosen=config.device == "cpu")
+            self._ray = RayCluster(cluster, has_gpu=self._gpus > 0, is_cpu_chosen=is_cpu_chosen(config))
             if self._gpus:
                 config = config.model_copy(update={"device": f"cuda:{self._ray.reserve_gpu()}"})
         self.own_config = config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from turnwise.engine.config import ClusterConfig, EngineConfig
-from turnwise.engine.device_info import GPU_SHARE_VARIABLE, choose_device, num_gpus
+from turnwise.engine.device_info import GPU_SHARE_VARIABLE, choose_device, is_cpu_chosen, num_gpus
 from turnwise.engine.machine_share import gpu_share, thread_share
 from turnwise.engine.samplers.links import SamplerLink, start_sampler
 from turnwise.engine.threads import USERS_CHOICES
@@ -41,6 +41,6 @@ class SamplerLauncher:
         from turnwise.engine.samplers.ray_links import start_ray_sampler  # ray
 
         cluster = self._cluster
-        if not self._gpus and self._engine.device != "cpu":
+        if not self._gpus and not is_cpu_chosen(self._engine):
             refuse_unused_gpus(connect_ray(cluster.address), cluster.address)
         return start_ray_sampler(cluster.address, number, num_samplers=cluster.samplers, takes_gpu=self._gpus > 0)
