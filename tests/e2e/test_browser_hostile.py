@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,6 +158,21 @@ async def test_only_files_of_the_folder_can_be_sent(tmp_path: Path) -> None:
         for name in ("../secret.txt", str(tmp_path / "secret.txt"), "link.txt"):
             assert "there is no file" in await page.act(ScreenAction(kind="type", element=1, text=name))
         assert "mine.txt" in (await page.act(ScreenAction(kind="type", element=1, text="mine.txt")))
+    finally:
+        await page.close()
+
+
+async def test_an_element_that_hides_after_it_was_shown_is_a_note_at_once() -> None:
+    hide = "setTimeout(() => document.querySelector('button').style.display = 'none', 500)"
+    page = await PageSession.open(OnePage("<button>Go</button>"), QUICK)
+    try:
+        assert '[1] button "Go"' in await page.observe()
+        await page.evaluate(f"() => {{ {hide} }}")
+        await asyncio.sleep(1.0)
+        begun = time.monotonic()
+        seen = await page.act(CLICK)
+        assert "note: element 1 is hidden now" in seen
+        assert time.monotonic() - begun < QUICK.deadline_s
     finally:
         await page.close()
 

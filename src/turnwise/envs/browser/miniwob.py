@@ -25,6 +25,7 @@ NOT_BY_SEED = frozenset({"stock-market"})
 _BEGIN = """async (seed) => {
   Math.seedrandom(seed);
   core.EPISODE_MAX_TIME = 2000000000;
+  if (window.jQuery) jQuery.fx.off = true;  // what is about to go would be shown, or not, by chance
   const add = EventTarget.prototype.addEventListener, listening = new Set();
   EventTarget.prototype.addEventListener = function (kind, ...rest) {
     if (this instanceof Element && (kind === 'click' || kind === 'mousedown')) listening.add(this);

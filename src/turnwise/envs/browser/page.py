@@ -316,11 +316,11 @@ class PageSession:
     async def _perform(self, action: ScreenAction) -> None:
         page, number = self._page, action.element or 0
         if action.kind == "click":
-            await self._click(self._find(number))
+            await self._click(await self._find(number))
         elif action.kind == "type":
-            await self._type(self._find(number), action.text[:MAX_TEXT])
+            await self._type(await self._find(number), action.text[:MAX_TEXT])
         elif action.kind == "select":
-            await self._select(self._find(number), action.text)
+            await self._select(await self._find(number), action.text)
         elif action.kind == "press":
             await page.keyboard.press(_key(action.text))
         elif action.kind == "scroll":
@@ -340,11 +340,15 @@ class PageSession:
             raise AttemptFailed(Party.ENV, "the page was closed")
         return self._seat
 
-    def _find(self, number: int) -> Locator:
+    async def _find(self, number: int) -> Locator:
+        """An element that was shown and can be seen now. Playwright would wait for a hidden one until the deadline."""
         ref = self._ids.ref(number)
         if ref is None or not any(element.id == number for element in self._elements):
             raise _NoSuchElementError(f"there is no element {number} on the page")
-        return self._page.locator(f"aria-ref={ref}")
+        element = self._page.locator(f"aria-ref={ref}")
+        if not await element.is_visible():
+            raise _NoSuchElementError(f"element {number} is hidden now")
+        return element
 
     async def _click(self, element: Locator) -> None:
         """Click where the element is, or say at once that something is in front of it."""
