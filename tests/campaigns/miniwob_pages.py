@@ -13,6 +13,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from turnwise.envs.base import Task, assistant
 from turnwise.envs.browser.miniwob import miniwob_pages
@@ -65,8 +66,12 @@ async def compare_pages(pages: Sequence[str], seed: int, actions: int) -> list[P
                 return PageReport(page=page, problem=str(error).splitlines()[0])
         if first == second:
             return PageReport(page=page, num_seen=len(first))
-        place = next((n for n, (one, two) in enumerate(zip(first, second, strict=False)) if one != two), len(second))
-        return PageReport(page=page, problem=f"observation {place} differs")
+        for place, (one, two) in enumerate(zip(first, second, strict=False)):
+            lines = zip_longest(one.split("\n"), two.split("\n"), fillvalue="")
+            for before, after in lines:
+                if before != after:
+                    return PageReport(page=page, problem=f"observation {place}: {before!r:.200}, then {after!r:.200}")
+        return PageReport(page=page, problem=f"{len(first)} observations, then {len(second)}")
 
     return list(await asyncio.gather(*(compare(page) for page in pages)))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from turnwise.envs.browser.names import named_random_player
 from turnwise.envs.browser.pool import close_pools
 from turnwise.envs.library.browser import PLAIN_SITES, BrowserWorld
 from turnwise.envs.scripted import ScriptedPlayer, play_script
@@ -25,9 +26,8 @@ def _browsers_end() -> Iterator[None]:
 async def _dialogues(world: BrowserWorld, *, is_random: bool) -> list[list[Message]]:
     found: list[list[Message]] = []
     for number, task in enumerate(world.tasks("test", 2 if is_random else 1, 0)):  # an expert sees few of the pages
-        player: ScriptedPlayer = (
-            world.random_player(task, number) if is_random else world.expert(task, random.Random(number))
-        )
+        rng = random.Random(number)
+        player: ScriptedPlayer = named_random_player(rng, task.id.split("-")) if is_random else world.expert(task, rng)
         found.append(await play_script(world.make_env(task, 0), player, world.max_turns))
     return found
 

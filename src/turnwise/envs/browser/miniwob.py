@@ -19,8 +19,8 @@ from turnwise.errors import ConfigError
 
 MAX_TURNS = 16
 """Turns of an attempt: the longest expert needs thirteen (twelve boxes and Submit), and a few more."""
-NOT_BY_SEED = frozenset({"stock-market"})
-"""Pages that do not repeat with their seed."""
+NOT_BY_SEED = frozenset({"button-delay", "stock-market"})
+"""Pages that do not repeat with their seed: they reward real seconds, or show what real time brings."""
 
 _BEGIN = """async (seed) => {
   Math.seedrandom(seed);
