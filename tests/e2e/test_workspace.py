@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.model]
 def test_an_attempt_with_screens_and_a_shell_replays_exactly_from_its_record(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     short = ("train.steps=1", "train.tasks_per_step=2", "rollout.group_size=4", "eval.tasks=0")
-    warm = ("warmup.steps=160", "warmup.demonstrations=192", "env.options.demonstration_skill=1.0")
+    warm = ("warmup.steps=160", "warmup.demonstrations=192")
     run_here("train", "workspace_tiny", "env.options.interface=both", *short, *warm, f"run.dir={directory}")
     heard: dict[int, str] = {}
     with RunReader(directory) as run:
