@@ -29,10 +29,19 @@ class Timing:
     """Seconds of each repeat. The reported figure is their median."""
 
     seconds: list[float]
+    cpu_seconds: Sequence[float] = ()
+    """User and system time of this process: what other programs on the machine take counts for nobody."""
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
+
+    def rates(self, num_tokens: int, device: torch.device) -> dict[str, float]:
+        """Tokens per second, and on a CPU tokens per CPU-second."""
+        rates = {"tokens_per_s": num_tokens / self.median}
+        if device.type == "cpu":
+            rates["tokens_per_cpu_s"] = num_tokens / statistics.median(self.cpu_seconds)
+        return rates
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -76,15 +85,15 @@ def model_directory(name: str) -> Path:
 
 def timed(work: Callable[[], object], args: argparse.Namespace, device: torch.device) -> Timing:
     """Time `work`: run warm-ups, then repeats, and wait for the device each time."""
-    seconds = []
-    for index in range(args.warmups + args.repeats):
+    taken: list[tuple[float, float]] = []
+    for _ in range(args.warmups + args.repeats):
         _wait(device)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         work()
         _wait(device)
-        if index >= args.warmups:
-            seconds.append(time.perf_counter() - start)
-    return Timing(seconds)
+        taken.append((time.perf_counter() - start, time.process_time() - cpu_start))
+    timed_ones = taken[args.warmups :]
+    return Timing([seconds for seconds, _ in timed_ones], [cpu for _, cpu in timed_ones])
 
 
 def run_sides(bench: str, args: argparse.Namespace, sides: Sequence[str]) -> dict[str, list[dict[str, Any]]]:

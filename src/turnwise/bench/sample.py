@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 theirs = median_of(runs["peer"], f"{figure}tokens_per_s")
                 result[f"{figure}transformers_tokens_per_s"] = theirs
                 result[f"{figure}speedup"] = result[f"{figure}tokens_per_s"] / theirs
+        if f"{figure}tokens_per_cpu_s" in ours[0]:
+            result[f"{figure}tokens_per_cpu_s"] = median_of(ours, f"{figure}tokens_per_cpu_s")
     result["peak_gib"] = max(r["peak_gib"] for r in ours)
     return result
 
@@ -167,11 +169,11 @@ class Peer:
 def _measure(
     args: argparse.Namespace, device: torch.device, batch: Callable[[], object], dialogues: Callable[[], object]
 ) -> dict[str, Any]:
-    seconds = timed(batch, args, device).median
-    result = {"machine": machine(device), "tokens_per_s": args.prompts * args.new_tokens / seconds}
+    result: dict[str, Any] = {"machine": machine(device)}
+    result |= timed(batch, args, device).rates(args.prompts * args.new_tokens, device)
     if args.dialogues:
-        seconds = timed(dialogues, args, device).median
-        result["dialogue_tokens_per_s"] = args.dialogues * args.turns * args.sampled / seconds
+        rates = timed(dialogues, args, device).rates(args.dialogues * args.turns * args.sampled, device)
+        result |= {f"dialogue_{name}": rate for name, rate in rates.items()}
     return {**result, "peak_gib": peak_gib(device)}
 
 

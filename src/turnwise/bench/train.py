@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from turnwise.bench.report import machine, make_engine, median_of, model_directory, peak_gib, run_sides, timed
+from turnwise.bench.report import Timing, machine, make_engine, median_of, model_directory, peak_gib, run_sides, timed
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine, choose_device
 from turnwise.models.facts import read_facts
@@ -57,7 +57,8 @@ def _what(args: argparse.Namespace) -> str:
 
 
 def _figures(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    figures = {"tokens_per_s": median_of(runs, "tokens_per_s"), "peak_gib": max(run["peak_gib"] for run in runs)}
+    rates = {name: median_of(runs, name) for name in ("tokens_per_s", "tokens_per_cpu_s") if name in runs[0]}
+    figures = {**rates, "peak_gib": max(run["peak_gib"] for run in runs)}
     is_known = all("share_of_peak" in run for run in runs)
     return figures | ({"share_of_peak": median_of(runs, "share_of_peak")} if is_known else {})
 
@@ -72,7 +73,7 @@ def _load(args: argparse.Namespace, vocab_size: int) -> tuple[np.ndarray, np.nda
 
 def _run_ours(args: argparse.Namespace) -> dict[str, Any]:
     engine = make_engine(args, kv_cache_gib=0.05, full_weights=args.weights == "full")
-    return _result(args, timed(step_of_ours(args, engine), args, engine.device).median, engine.device)
+    return _result(args, timed(step_of_ours(args, engine), args, engine.device), engine.device)
 
 
 def step_of_ours(args: argparse.Namespace, engine: Engine, *, updates: bool = False) -> Callable[[], object]:
@@ -111,7 +112,7 @@ def step_of_ours(args: argparse.Namespace, engine: Engine, *, updates: bool = Fa
 def _run_peer(args: argparse.Namespace) -> dict[str, Any]:
     device, _ = choose_device(EngineConfig(device=args.device, dtype=args.dtype))
     step = step_of_peft(args) if args.weights == "lora" else step_of_transformers(args)
-    return _result(args, timed(step, args, device).median, device)
+    return _result(args, timed(step, args, device), device)
 
 
 def step_of_transformers(args: argparse.Namespace) -> Callable[[], object]:
@@ -163,18 +164,18 @@ def step_of_peft(args: argparse.Namespace) -> Callable[[], object]:
     return step
 
 
-def _result(args: argparse.Namespace, seconds: float, device: torch.device) -> dict[str, Any]:
-    tokens_per_s = args.sequences * args.tokens / seconds
+def _result(args: argparse.Namespace, timing: Timing, device: torch.device) -> dict[str, Any]:
+    rates = timing.rates(args.sequences * args.tokens, device)
     result = {
         "bench": "train",
         "model": args.model,
         "machine": machine(device),
-        "tokens_per_s": tokens_per_s,
+        **rates,
         "peak_gib": peak_gib(device),
     }
     peak = next((value for name, value in PEAK_TFLOPS.items() if name in result["machine"]), None)
     if args.weights == "full" and peak is not None:
-        result["share_of_peak"] = tokens_per_s * _operations_per_token(args) / (peak * 1e12)
+        result["share_of_peak"] = rates["tokens_per_s"] * _operations_per_token(args) / (peak * 1e12)
     return result
 
 
