@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("tiny_dir")
 WORLD = f"{Path(__file__).with_name('parity_world.py')}:ParityWorld"
 FILE = f"""
 flywheel: {{rounds: 2, tasks: 6, samples: 4, sft_steps: 4, rl_steps: 4, continued_steps: 2,
-           eval_tasks: 4, raise_at: 0.2}}
+           preference_steps: 2, eval_tasks: 4, raise_at: 0.2}}
 model: tiny
 env: {{name: "{WORLD}"}}
 rollout: {{group_size: 3, deterministic: true}}
@@ -36,6 +36,7 @@ train: {{tasks_per_step: 2, learning_rate: 1.0e-2, save_every: 2}}
 MOMENTS = (
     "SELECT count(*) FROM attempts WHERE round = 1",
     "rounds/01/sft",
+    "rounds/01/preference",
     "rounds/01/rl",
     "SELECT count(*) FROM stages WHERE round = 1 AND stage = 'rl'",
     "SELECT count(*) FROM stages WHERE round = 2 AND stage = 'route'",
@@ -107,13 +108,15 @@ def test_a_flywheel_that_is_killed_in_every_kind_of_stage_ends_like_one_that_nob
         process = _start(tmp_path / name, file)
         _, said = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, said.decode()
-    assert sum(killed) >= 4, "most moments are hit before the stage is over"
+    assert sum(killed) >= 5, "most moments are hit before the stage is over"
     for sql in TABLES:
         assert _rows(tmp_path / "killed", sql) == _rows(tmp_path / "plain", sql), sql
     counts = _rows(tmp_path / "killed", "SELECT count(*), count(DISTINCT task_id) FROM attempts WHERE round = 1")
     assert counts == [(24, 6)]
     trained = _rows(tmp_path / "killed", "SELECT round, stage FROM stages WHERE detail LIKE '%\"run\"%' ORDER BY 1, 2")
-    assert [row[1] for row in trained] == ["continued", "rl", "sft"] * 2, "every stage had something to learn from"
+    assert [row[1] for row in trained] == ["continued", "preference", "rl", "sft"] * 2, (
+        "every stage had something to learn from"
+    )
     for number, stage in trained:
         with RunReader(tmp_path / "killed" / "rounds" / f"{number:02d}" / stage) as run:
             steps = [step for step, _ in run.metric("train/grad_norm")]
