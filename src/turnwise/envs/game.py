@@ -44,7 +44,11 @@ class SeatOutcome:
 
 
 class Game(Protocol):
-    """One game. A game object is used once."""
+    """One game. A game object is used once.
+
+    Optional attribute: `was_action` says whether the last move was a command or a call, and not words or a move of a
+    game (`EnvStep.is_action`).
+    """
 
     @property
     def num_seats(self) -> int: ...

@@ -143,10 +143,13 @@ class SeatedEnv:
 
     async def step(self, reply: Message) -> EnvStep:
         is_read = self.game.move(reply)
+        is_action = bool(getattr(self.game, "was_action", False))
         await self._let_opponent_move()
         labels = self._labels()
         if self.game.to_move is not None:
-            return EnvStep(messages=self.game.view(self._seat), is_unparsable=not is_read, labels=labels)
+            return EnvStep(
+                messages=self.game.view(self._seat), is_unparsable=not is_read, is_action=is_action, labels=labels
+            )
         outcome = self.game.outcome(self._seat)
         labels[RESULT] = result_of(outcome.reward, self.game.outcome(1 - self._seat).reward)
         return EnvStep(
@@ -155,6 +158,7 @@ class SeatedEnv:
             terminated=True,
             is_success=outcome.is_success,
             is_unparsable=not is_read,
+            is_action=is_action,
             info=outcome.info,
             labels=labels,
         )

@@ -337,6 +337,7 @@ class DeskGame:
         self._num_unasked = 0
         """Pieces that the customer told before it was asked for them."""
         self.turn = 0
+        self.was_action = False
         self._heard: list[Message] = []
         """What the clerk sees next."""
         self._question = "How can I help you?"
@@ -363,6 +364,7 @@ class DeskGame:
         return [user(self._question)] if seat == CUSTOMER else list(self._heard)
 
     def move(self, reply: Message) -> bool:
+        self.was_action = False
         if self._is_asked:
             words = reply.content.split()[: self._world.user_words]
             heard = " ".join(words)
@@ -376,6 +378,7 @@ class DeskGame:
         if problem:
             self._heard = [user(problem)]
         elif calls:
+            self.was_action = True
             self._heard = []
             for call in calls:
                 if not self.desk.is_closed:

@@ -201,6 +201,14 @@ async def test_the_customer_tells_one_thing_at_a_time_when_it_is_asked() -> None
     assert (await env.step(assistant("Anything else?"))).messages[0].content == "That is all, thank you."
 
 
+async def test_a_call_is_an_action_and_a_question_to_the_customer_is_text() -> None:
+    world = CustomerService(level=0, protocol="line")
+    env = world.make_env(world.tasks("train", 1, 0)[0], 0)
+    await env.start()
+    asked, closed = [await env.step(assistant(reply)) for reply in ("How can I help?", "close")]
+    assert (asked.is_action, closed.is_action, closed.terminated) == (False, True, True)
+
+
 async def test_the_customer_speaks_no_more_often_than_its_budget_and_is_cut() -> None:
     world = replace(WORLD, user_replies=2, user_words=3)
     env = world.make_env(make_task(BAG), 0)
