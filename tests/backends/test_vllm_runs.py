@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import turnwise as tw
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
 from turnwise.training.policy import find_policy
-from vllm_server import RANK, Served, check_whole, make_model, num_steps_done
+from vllm_server import RANK, Served, check_whole, make_model, num_steps_done, pids_of
 
 pytestmark = pytest.mark.timeout(900)  # the first one installs vLLM, and a server takes a minute to start
 
@@ -40,6 +41,8 @@ SMALL = (
 )
 DISK_BYTES, LEFT_BYTES = 64 * 2**20, 64 * 2**10
 """Of a small disk, and what is left on it when it is full: an adapter is larger, what a step writes down is not."""
+DEADLINE_S = 10
+"""What a server gets for a reply of a few tokens, where it hangs."""
 ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
 SEED_YAML = """\
 generator:
@@ -209,6 +212,54 @@ def test_a_server_that_accepts_and_never_answers_is_named_alone_and_left_out_bes
         both = f"rollout.url={silent},{vllm.url}"
         assert train(vllm.model, tmp_path / "both", both, "rollout.server_wait_s=3") == 0
     check_whole(tmp_path / "both", 3)
+
+
+def num_drawing(served: Served) -> int:
+    """Replies under way, by the server's own words."""
+    with urllib.request.urlopen(f"{served.url}/metrics") as page:
+        found = re.findall(r"^vllm:num_requests_running\{.*\} ([0-9.e+]+)$", page.read().decode(), re.MULTILINE)
+    return int(sum(map(float, found)))
+
+
+def test_a_server_whose_engine_hangs_says_that_it_is_well_and_is_left_out_until_it_draws_again(
+    vllm: Served, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    engines = [pid for pid in pids_of(vllm.log.parent) if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
+    said: list[int] = []
+
+    def hang() -> None:
+        """Stop the engine when the second step samples, until the fleet has given up on it."""
+        while time.monotonic() < end_s and not (directory / "run.db").exists():
+            time.sleep(0.05)
+        while time.monotonic() < end_s and not (num_steps_done(directory) and num_drawing(vllm)):
+            time.sleep(0.02)
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(DEADLINE_S + 2)
+            with urllib.request.urlopen(f"{vllm.url}/health", timeout=30) as answer:
+                said.append(answer.status)
+        finally:
+            for pid in engines:
+                os.kill(pid, signal.SIGCONT)
+
+    end_s = time.monotonic() + 600
+    hanging = threading.Thread(target=hang)
+    hanging.start()
+    patient = (
+        f"rollout.server_deadline_s={DEADLINE_S}",
+        "rollout.server_wait_s=300",
+        "rollout.max_tokens_per_turn=150",
+    )
+    assert train(vllm.model, directory, f"rollout.url={vllm.url}", "train.steps=4", *patient) == 0
+    hanging.join()
+    assert engines
+    assert said == [200], "only a token tells"
+    check_whole(directory, 4)
+    with RunReader(directory) as run:
+        assert sum(value for _, value in run.metric("fleet/servers_lost")) >= 1
+        assert sum(value for _, value in run.metric("fleet/servers_returned")) >= 1
 
 
 def test_what_cannot_be_started_is_refused_by_name_and_a_plan_starts_nothing(

@@ -33,55 +33,39 @@ def smollm2(monkeypatch: pytest.MonkeyPatch) -> Path:
         return fetch_model("smollm2").directory
 
 
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def test_smollm2_learns_from_what_it_sampled_on_its_own_server_also_when_that_is_killed_or_hangs(
+def test_smollm2_learns_from_what_it_sampled_on_its_own_server_also_when_that_is_killed(
     smollm2: Path, server_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "run"
     killed: list[int] = []
-    stopped: list[int] = []
 
-    def break_server() -> None:
-        """Kill the server as soon as it samples for the second step, and stop its engine when it does for the third:
-        the server itself then still says that it is well."""
-        while not stopped and time.monotonic() < end_s:
+    def kill_server() -> None:
+        """Kill the server as soon as it samples for the second step."""
+        while not killed and time.monotonic() < end_s:
             time.sleep(0.1)
-            num_done = num_steps_done(directory) if (directory / "run.db").exists() else 0
-            if num_done >= 1 and not killed:
+            if (directory / "run.db").exists() and num_steps_done(directory) >= 1:
                 killed.extend(pids_of(directory))
                 for pid in killed:
                     os.kill(pid, signal.SIGKILL)
-            if num_done >= 2:
-                stopped.extend(pid for pid in pids_of(directory) if b"EngineCore" in command_line(pid))
-                for pid in stopped:
-                    os.kill(pid, signal.SIGSTOP)
 
     end_s = time.monotonic() + 600
-    breaker = threading.Thread(target=break_server)
-    breaker.start()
+    killer = threading.Thread(target=kill_server)
+    killer.start()
     small = ("train.steps=3", "train.tasks_per_step=1", "rollout.group_size=4", "warmup.steps=0", "eval.tasks=0")
     options = ("rollout.temperature=0.7", "engine.dtype=float32", "model.rank=8", "run.dialogues=0")
     sizes = ("generator.gpu_memory_utilization=0.5", "generator.max_num_seqs=32", "rollout.server_args=--seed 3")
     server = ("rollout.backend=vllm", f"rollout.server_python={server_python}", "train.max_empty_steps=1000")
-    sizes = (*sizes, "rollout.server_deadline_s=20")
     command = ["train", ECHO, f"model={smollm2}", *small, *options, *sizes, *server, f"run.dir={directory}"]
     assert main(command) == 0
-    breaker.join()
+    killer.join()
     assert killed, "the server was killed in the middle of the run"
-    assert stopped, "and its engine hung"
     check_whole(directory, 3)
     with RunReader(directory) as run:
         worst = [gap for _, gap in run.metric("drift/abs_max")]
     assert worst
     assert max(worst) < 1e-3, "logprobs are the trainer's, in nats"
     log = (directory / "vllm.log").read_text()
-    assert log.count("\n$ ") == 3, "it was started again each time"
+    assert log.count("\n$ ") == 2, "it was started again once"
     assert "--gpu-memory-utilization 0.5 --max-num-seqs 32 --seed 3" in log
     assert not pids_of(directory), "nothing is left of it"
     assert main(["certify", str(directory)]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ from turnwise.cli import main
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.model.merge import write_merged
-from turnwise.runlog.reader import RunReader
+from turnwise.runlog.reader import RunReader, StoredAttempt
+from turnwise.trajectory import EndReason
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleRequest, SamplingParams
 from vllm_server import RANK, Served
 
@@ -124,6 +126,39 @@ async def test_weights_of_another_run_or_process_are_refused_and_so_is_what_they
         with pytest.raises(ServerGoneError, match="another run replaced them"):
             await with_adapters.generate(request, ServedWeights(version=0))
         await with_adapters.close()
+
+
+def play_ahead(served: Served, directory: Path, across_updates: str) -> tuple[list[StoredAttempt], Counter[int]]:
+    """A run that replaces whole weights while long replies are drawn: what it trained on, and tokens by lag."""
+    small = ("train.steps=5", "train.tasks_per_step=1", "rollout.group_size=4", "warmup.steps=0", "eval.tasks=0")
+    long = ("train.max_staleness=2", "rollout.max_turns=3", "rollout.max_tokens_per_turn=250", "run.dialogues=0")
+    options = (f"rollout.url={served.url}", "rollout.publish=weights", "engine.dtype=float32", f"model.rank={RANK}")
+    command = ["train", ECHO, f"model={served.model}", "rollout.backend=vllm", *small, *long, *options]
+    try:
+        assert main([*command, f"rollout.kv_across_updates={across_updates}", f"run.dir={directory}"]) == 0
+    finally:
+        asyncio.run(put_back(served))
+    with RunReader(directory) as run:
+        assert run.certificates()
+        assert all(row.is_exact for row in run.certificates()), "each token has the logprob of the version it names"
+        lags = {lag: sum(int(value) for _, value in run.metric(f"drift/lag_{lag}_tokens")) for lag in (1, 2)}
+        return [run.attempt(row.id) for row in run.attempts(phase="train")], Counter(lags)
+
+
+def test_a_run_that_plays_ahead_learns_from_replies_that_two_versions_drew_token_by_token(
+    vllm: Served, tmp_path: Path
+) -> None:
+    attempts, lags = play_ahead(vllm, tmp_path / "recompute", "recompute")
+    turns = [(one.row.step, turn) for one in attempts for turn in one.trajectory.turns]
+    assert all(list(turn.versions) == sorted(turn.versions) for _, turn in turns)
+    assert any(len(set(turn.versions)) > 1 for _, turn in turns), "an update fell into a reply"
+    # What several versions drew is stale to its end, whatever its last tokens say.
+    youngest = [(step, turn.versions, int(len(set(turn.versions)) > 1)) for step, turn in turns]
+    stored = Counter(max(least, step - 1 - version) for step, versions, least in youngest for version in versions)
+    assert {lag: stored[lag] for lag in (1, 2)} == lags, "the loss counts every token with its own age"
+    ended, _ = play_ahead(vllm, tmp_path / "end", "end")
+    assert all(len(set(turn.versions)) == 1 for one in ended for turn in one.trajectory.turns)
+    assert any(one.trajectory.end_reason is EndReason.UPDATED for one in ended), "it ends after the turn under way"
 
 
 SHARDED = ("cluster.learners=2", "cluster.shard=true")

@@ -213,6 +213,7 @@ class Fleet:
         if self._is_resting:
             await self.wake()
         failed: list[str] = []
+        num_late = 0
         self.stats.num_requests += 1
         while True:
             server = await self._choose(request, weights, failed)
@@ -223,9 +224,9 @@ class Fleet:
             except ServerGoneError as error:
                 self._take_out(server, str(error))
                 failed.append(server.url)
+                num_late += isinstance(error, ServerLateError)
                 most = MAX_SCORING_TRIES if request.include_prompt_logprobs else MAX_TRIES
-                most = MAX_LATE_TRIES if isinstance(error, ServerLateError) else most
-                if len(failed) >= most:
+                if len(failed) >= most or num_late >= MAX_LATE_TRIES:
                     raise ServiceError(f"{len(failed)} servers failed this request; the last one: {error}") from error
                 self.stats.num_retries += 1
                 continue

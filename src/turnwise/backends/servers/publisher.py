@@ -184,10 +184,8 @@ class FleetPublisher(Publisher):
         shared = await trainer.share_weights()
         await self._open()
         place = self._served / self._new_name(version)
-        weights, before = (
-            ServedWeights(version=version, adapter=place, is_whole=True, shared=shared),
-            self._newest_shared,
-        )
+        weights = ServedWeights(version=version, adapter=place, is_whole=True, shared=shared)
+        before = self._newest_shared
         client = await self._publish_checked(trainer, weights)
         self._newest_shared = shared
         if before is not None:
