@@ -4,9 +4,10 @@
     PYTHONPATH=tests python -m campaigns.random_orders --orders 3 tests/unit/envs
 
 First the tests run in the order of the files, then in `--orders` random orders (seeds 1, 2, ...), `--parallel` runs at
-a time. Every run is a process of its own with a temporary folder of its own. A test that fails in a random order and
-not in the order of the files is a finding. It is then run by itself: a test that fails alone needs something that an
-earlier test leaves; one that passes alone is disturbed by another test, or by the load.
+a time. Every run is a process of its own with a temporary folder of its own. Every test that fails in any of them is a
+finding. It is then run by itself. If it fails in the order of the files and alone, it is broken, whatever the order. If
+it fails only in random orders and alone, it needs something that an earlier test leaves. One that passes alone is
+disturbed by another test, or by the load.
 
 The report is JSON on stdout, and the exit status is 1 if there is a finding.
 """
@@ -48,13 +49,20 @@ class OrderRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A test that fails in a random order and not in the order of the files."""
+    """A test that fails in at least one run."""
 
     test: str
     seeds: list[int]
+    """The random orders in which it fails."""
+    fails_in_file_order: bool
     message: str
     fails_alone: bool
-    """True: it needs what an earlier test leaves. False: another test disturbs it, or the load does."""
+    """False: another test disturbs it, or the load does."""
+
+    @property
+    def where(self) -> str:
+        orders = ["in the order of the files"] if self.fails_in_file_order else []
+        return " and ".join([*orders, *([f"with seeds {self.seeds}"] if self.seeds else [])])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +75,7 @@ class OrdersReport:
     @property
     def problems(self) -> list[str]:
         broken = [f"seed {run.seed}: {run.problem}" for run in self.runs if run.problem]
-        return [*broken, *(f"{one.test} fails with seeds {one.seeds}" for one in self.findings)]
+        return [*broken, *(f"{one.test} fails {one.where}" for one in self.findings)]
 
 
 def run_tests(seed: int | None, tests: Sequence[str], options: Sequence[str] = ()) -> OrderRun:
@@ -90,6 +98,8 @@ def run_tests(seed: int | None, tests: Sequence[str], options: Sequence[str] = (
             problem = f"not over after {RUN_S:.0f} s"
         seconds = time.monotonic() - started
         num_tests, failures = _read_report(report)
+        if not (num_tests or problem):
+            problem = "no test ran"
         return OrderRun(seed=seed, num_tests=num_tests, failures=failures, seconds=round(seconds, 1), problem=problem)
 
 
@@ -107,21 +117,20 @@ def _read_report(report: Path) -> tuple[int, dict[str, str]]:
 
 
 def run_orders(tests: Sequence[str], *, orders: int, parallel: int, options: Sequence[str] = ()) -> OrdersReport:
-    """Run the tests in file order and in `orders` random orders, and look closer at what only random orders break."""
+    """Run the tests in file order and in `orders` random orders, and look closer at every test that fails."""
     with ThreadPoolExecutor(parallel) as pool:
         seeds: list[int | None] = [None, *range(1, orders + 1)]
         runs = list(pool.map(lambda seed: run_tests(seed, tests, options), seeds))
-    known = set(runs[0].failures)
-    broken: dict[str, list[int]] = {}
-    for run in runs[1:]:
+    broken: dict[str, list[OrderRun]] = {}
+    for run in runs:
         for test in run.failures:
-            if test not in known and run.seed is not None:
-                broken.setdefault(test, []).append(run.seed)
+            broken.setdefault(test, []).append(run)
     findings = [
         Finding(
             test=test,
-            seeds=own,
-            message=runs[own[0]].failures[test],
+            seeds=[run.seed for run in own if run.seed is not None],
+            fails_in_file_order=any(run.seed is None for run in own),
+            message=own[0].failures[test],
             fails_alone=bool(run_tests(None, [test], options).failures),
         )
         for test, own in broken.items()
