@@ -105,6 +105,15 @@ def forgotten(matrix: Matrix, policies: Sequence[str]) -> list[float]:
     return [sum(column) / len(early) for column in zip(*by_early, strict=True)]
 
 
+def gained(matrix: Matrix, last: str, start: str, strangers: Sequence[str]) -> list[float]:
+    """By seed: the last policy's mean reward against players that its run does not play, less the start's."""
+    by_one = [
+        [after - before for after, before in zip(matrix[last, one], matrix[start, one], strict=True)]
+        for one in strangers
+    ]
+    return [sum(column) / len(strangers) for column in zip(*by_one, strict=True)]
+
+
 def report(seeds: Sequence[Mapping[str, Any]], arms: tuple[str, str], start: str) -> list[str]:
     """The differences that the study is about, as lines of Markdown."""
     matrix, names = to_matrix(seeds), list(seeds[0])
@@ -119,6 +128,7 @@ def report(seeds: Sequence[Mapping[str, Any]], arms: tuple[str, str], start: str
         lines.append(f"| {head} | {' | '.join(cells)} |")
 
     row("early opponents: last less middle policy", *losses)
+    row("strangers: last policy less the start", *(gained(matrix, last, start, strangers) for last in lasts))
     for one in (start, *strangers):
         row(f"last policy against {one}", matrix[lasts[0], one], matrix[lasts[1], one])
     row("last policy against that of the other arm", matrix[lasts[0], lasts[1]], matrix[lasts[1], lasts[0]])

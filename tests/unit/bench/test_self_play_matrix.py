@@ -61,6 +61,10 @@ def test_the_command_prints_paired_differences_and_draws_the_mean_matrix(
     lines = capsys.readouterr().out.splitlines()
     (told,) = [line for line in lines if line.startswith("| early opponents")]
     assert told.endswith("| 0.110 [0.085, 0.135] |"), "2.5 points either way, by Student with three seeds"
+    assert (
+        "| strangers: last policy less the start | 0.00 [0.00, 0.00] | 0.00 [0.00, 0.00] | 0.000 [0.000, 0.000] |"
+        in lines
+    )
     assert "| last policy against tough | 0.51 [0.49, 0.53] | 0.51 [0.49, 0.53] | 0.000 [0.000, 0.000] |" in lines
     texts = [element.text or "" for element in ET.parse(picture).iter() if element.text]
     assert any(text.startswith("pool 40 (") for text in texts)
