@@ -16,6 +16,7 @@ from pathlib import Path
 
 import turnwise
 from turnwise.config.files import option_paths
+from turnwise.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from turnwise.runtime.exit_codes import ExitCode
 
 SOURCE = Path(turnwise.__file__).parent
@@ -291,6 +292,16 @@ def test_a_file_or_a_module_that_the_code_names_is_there() -> None:
             if room in rooms - {"config"} and not (is_there or is_file_name or is_option(f"{room}.{module}")):
                 stale[f"{name} {room}.{module}"] = "no such module or option"
     check(stale, FILES_OF_OTHERS, "names of files and modules that are not there")
+
+
+def test_the_names_of_an_adapters_files_are_written_once() -> None:
+    found = {
+        f"{name}:{node.lineno}": node.value
+        for name, module in modules().items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Constant) and node.value in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    }
+    check(found, {"models/directories.py": "their home"}, "file names of PEFT's; `models.directories` has them")
 
 
 def test_a_command_ends_with_an_exit_code_that_has_a_name() -> None:

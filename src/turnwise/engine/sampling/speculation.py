@@ -187,7 +187,7 @@ class Speculation:
 
     @property
     def num_followed(self) -> int:
-        """Running rows that it keeps something of."""
+        """Running rows that it keeps something of: 0 when nothing runs, or memory is lost."""
         return len(self._followed)
 
     def plan(self, rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:

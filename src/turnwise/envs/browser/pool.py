@@ -339,7 +339,7 @@ def shared_pool(executable: str | None = None) -> BrowserPool:
 
 
 def close_pools() -> None:
-    """End all browsers now, instead of after `IDLE_S`. The next page starts new ones."""
+    """End all browsers now, not after `IDLE_S`, for a program that counts them. The next page starts new ones."""
     with _lock:
         pools = list(_pools.values())
         _pools.clear()
