@@ -213,7 +213,7 @@ class LossInfo:
     is_of_tinker: bool = False
     """The Tinker SDK knows the name."""
     tinker_defaults: Settings = field(default_factory=dict[str, float | str])
-    """Where the defaults of Tinker's service differ from ours."""
+    """The defaults of Tinker's service that differ from ours."""
 
     @property
     def compares_policies(self) -> bool:

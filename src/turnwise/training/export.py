@@ -40,7 +40,7 @@ TIED_ADAPTER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportPlaces:
-    """Where to write; exactly one is given."""
+    """The files or directories to write; exactly one is given."""
 
     peft: str | Path | None = None
     merged: str | Path | None = None

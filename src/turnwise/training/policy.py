@@ -127,7 +127,7 @@ class PolicySampler(ClosedOnExit):
     ) -> None:
         self.config = config
         self.data_dir = data_dir
-        """Where its service keeps checkpoints; None: in the model store's home."""
+        """The directory in which its service keeps checkpoints; None: in the model store's home."""
         self.checkpoint = checkpoint
         """None: the base model as it is."""
         self.step = step

@@ -287,7 +287,7 @@ class Speculation:
         return _Plan(row, match, chances) if chances else None
 
     def _follow(self, row: Row) -> Match | None:
-        """Where a row's next tokens may stand, after its newest tokens were compared with the last guess."""
+        """The place of a row's likely next tokens, after its newest tokens were compared with the last guess."""
         followed, tokens = self._followed.get(row), row.tokens
         if followed is None:
             self.index.add_prompt(row.request.prompt)

@@ -52,7 +52,7 @@ EXECUTABLES = (
     "headless_shell",
     *("chromium", "chromium-browser", "google-chrome"),
 )
-"""Where a Chromium is looked for. The headless shell comes first: it has no windows, and takes half of the CPU time."""
+"""Places to look for a Chromium. The headless shell comes first: it has no windows, and takes half of the CPU time."""
 
 FLAGS = (
     "--disable-gpu",
