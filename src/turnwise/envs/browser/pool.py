@@ -1,3 +1,4 @@
+# Playwright is an extra and is not there where types are checked; its objects have no types then.
 # pyright: basic
 """Chromium processes and their pages, shared by all attempts of this process.
 
