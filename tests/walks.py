@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -98,9 +99,9 @@ async def walk_a_request(directory: Path) -> dict[str, list[str]]:
     from unit.service.conftest import ENGINE, Wire
 
     walk = Walk()
-    config = ServeConfig(models=("tiny",), data_dir=directory, hold_s=10.0, engine=ENGINE)
+    config = ServeConfig(models=("tiny",), data_dir=directory / "data", hold_s=10.0, engine=ENGINE)
     with walk.recorded():
-        app = create_app(config, Store(directory), load_models(config.models, config.engine))
+        app = create_app(config, Store(directory / "data"), load_models(config.models, config.engine))
         transport = httpx2.ASGITransport(app=app)
         async with (
             app.router.lifespan_context(app),
@@ -117,4 +118,5 @@ async def walk_a_request(directory: Path) -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     place = Path(sys.argv[2])
+    os.environ["TURNWISE_HOME"] = str(place / "home")  # a fresh one: in the caller's `tiny` may have been made
     print(json.dumps(walk_a_run(place) if sys.argv[1] == "run" else asyncio.run(walk_a_request(place))))

@@ -53,9 +53,8 @@ def _walk(what: str, directory: Path) -> dict[str, set[str]]:
 
 
 @pytest.fixture(scope="module")
-def ran(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """The files that ran, by part."""
-    assert tiny_dir.is_dir()
     place = tmp_path_factory.mktemp("walks")
     return _walk("run", place / "run") | _walk("http", place / "http")
 
