@@ -57,7 +57,7 @@ _HOMES = {
     "turnwise.trajectory": ("Message", "Trajectory"),
     "turnwise.watch.observer": ("Observer",),
 }
-"""Where the public names live."""
+"""The module of each public name."""
 _HOME_OF_NAME = {name: home for home, names in _HOMES.items() for name in names} | {"eval": "turnwise.training.run"}
 _NAME_AT_HOME = {"eval": "evaluate"}  # inside the package, `eval` would hide Python's own
 

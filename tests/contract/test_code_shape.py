@@ -16,6 +16,7 @@ from pathlib import Path
 
 import turnwise
 from turnwise.config.files import option_paths
+from turnwise.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from turnwise.runtime.exit_codes import ExitCode
 
 SOURCE = Path(turnwise.__file__).parent
@@ -64,7 +65,6 @@ SPLATS: dict[str, str] = {}
 DEVICE_CHECKS = {
     "bench/": "a figure says on which device it was measured",
     "engine/device_info.py": "finds out which device there is, and what memory a GPU has, with torch's names",
-    "engine/threads.py": "cpu is the name of a controller of cgroups",
 }
 
 FILES_OF_OTHERS = {
@@ -72,6 +72,9 @@ FILES_OF_OTHERS = {
     "backends/servers/vllm_transfer.py vllm/distributed/weight_transfer/ipc_engine.py": "a file of vLLM",
     "envs/library/swe_patch.py dir/file.py": "a file of the repository that is mended",
 }
+
+RIDDLES = ("Of ", "That ", "Where ", "Whose ", "On whose ", "At which ", "In which ", "For which ", "To which ")
+"""Words with which no docstring begins."""
 
 ENDS_A_PROCESS = "os._exit is Python's name"
 PRIVATE_NAMES_IN_TESTS = {
@@ -238,8 +241,10 @@ def asks_for_device(node: ast.AST, *, is_in_engine: bool) -> bool:
         is_read = is_type and is_in_engine  # elsewhere a plan or a message may name the device
         return is_read or node.attr in ("is_cuda", "is_cpu") or ast.unparse(node) == "torch.cuda"
     if isinstance(node, ast.Compare):
-        sides = [one.value for one in [node.left, *node.comparators] if isinstance(one, ast.Constant)]
-        return not {"cpu", "cuda"}.isdisjoint(sides)
+        sides = [node.left, *node.comparators]
+        names = {one.value for one in sides if isinstance(one, ast.Constant)}
+        is_of_device = any(isinstance(one, ast.Attribute) and one.attr in ("type", "kind") for one in sides)
+        return "cuda" in names or ("cpu" in names and is_of_device)  # `engine.device` may be compared with cpu
     return False
 
 
@@ -271,9 +276,9 @@ def test_a_docstring_says_what_it_describes() -> None:
         for name, module in modules().items()
         for node in ast.walk(module)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        if node.value.value.startswith(("Of ", "That "))
+        if node.value.value.startswith(RIDDLES)
     }
-    check(riddles, {}, "docstrings that begin with `Of` or `That`")
+    check(riddles, {}, f"docstrings that begin with {', '.join(RIDDLES)}")
 
 
 def test_a_file_or_a_module_that_the_code_names_is_there() -> None:
@@ -291,6 +296,16 @@ def test_a_file_or_a_module_that_the_code_names_is_there() -> None:
             if room in rooms - {"config"} and not (is_there or is_file_name or is_option(f"{room}.{module}")):
                 stale[f"{name} {room}.{module}"] = "no such module or option"
     check(stale, FILES_OF_OTHERS, "names of files and modules that are not there")
+
+
+def test_the_names_of_an_adapters_files_are_written_once() -> None:
+    found = {
+        f"{name}:{node.lineno}": node.value
+        for name, module in modules().items()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Constant) and node.value in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    }
+    check(found, {"models/directories.py": "their home"}, "file names of PEFT's; `models.directories` has them")
 
 
 def test_a_command_ends_with_an_exit_code_that_has_a_name() -> None:

@@ -34,7 +34,7 @@ class FamilyRow:
 
     name: str
     layers: str
-    """Whose code runs the layers: `ours` or `transformers`."""
+    """The code that runs the layers: `ours` or `transformers`."""
     adapted: str
     """Kinds of layers that carried an adapter."""
     moved: float

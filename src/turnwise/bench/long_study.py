@@ -409,7 +409,7 @@ class StudyRun:
         (self.out / "table.md").write_text(tables(rows, self.played, self.name), encoding="utf-8")
 
     def _warm_up(self, pool: Pool) -> dict[int, str] | None:
-        """Where each seed starts from; None if the time was up before."""
+        """The run that each seed starts from; None if the time was up before."""
         if not self.study.warm:
             return {}
         for number in range(MAX_ROUNDS):

@@ -296,16 +296,16 @@ class Ideal:
 
 def play_ideally(conversations: Sequence[Conversation], seconds: StepTimes) -> Ideal:
     """Simulate the same conversations without any time between an env's answer, the next step and the next call."""
-    arrivals = [(conversation.start_s, index) for index, conversation in enumerate(conversations)]
-    heapq.heapify(arrivals)
+    waiting = [(conversation.start_s, index) for index, conversation in enumerate(conversations)]
+    heapq.heapify(waiting)
     turn = [0] * len(conversations)
     left: dict[int, int] = {}
     now_s = busy_s = end_s = 0.0
-    while arrivals or left:
+    while waiting or left:
         if not left:
-            now_s = max(now_s, arrivals[0][0])
-        while arrivals and arrivals[0][0] <= now_s:
-            _, index = heapq.heappop(arrivals)
+            now_s = max(now_s, waiting[0][0])
+        while waiting and waiting[0][0] <= now_s:
+            _, index = heapq.heappop(waiting)
             left[index] = conversations[index].replies[turn[index]]
         step_s = seconds(len(left))
         now_s, busy_s = now_s + step_s, busy_s + step_s
@@ -314,7 +314,7 @@ def play_ideally(conversations: Sequence[Conversation], seconds: StepTimes) -> I
             answered_s = now_s + conversations[index].answers_s[turn[index]]
             turn[index] += 1
             if turn[index] < len(conversations[index].replies):
-                heapq.heappush(arrivals, (answered_s, index))
+                heapq.heappush(waiting, (answered_s, index))
             end_s = max(end_s, answered_s)
         left = {index: count - 1 for index, count in left.items()}
     return Ideal(busy_s, max(end_s, now_s))

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from turnwise.errors import CheckpointError, ConfigError
+from turnwise.models.directories import ADAPTER_CONFIG
 from turnwise.runtime.suggest import nearest_names
 from turnwise.types import LoraConfig
 
@@ -169,8 +170,8 @@ class CheckpointStore:
             if info.is_expired(datetime.now(UTC)):
                 raise CheckpointError(f"{path} expired at {info.expires_at}; {self._suggestions(path)}")
             verify(directory)
-        elif not (directory / "adapter_config.json").is_file():
-            raise CheckpointError(f"{directory} holds neither {INFO_FILE} nor adapter_config.json: not a checkpoint")
+        elif not (directory / ADAPTER_CONFIG).is_file():
+            raise CheckpointError(f"{directory} holds neither {INFO_FILE} nor {ADAPTER_CONFIG}: not a checkpoint")
         return Checkpoint(path, directory, info)
 
     def delete(self, path: str) -> None:

@@ -24,6 +24,7 @@ from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.engine.worker import EngineWorker
 from turnwise.errors import CheckpointError, ConfigError, EngineStoppedError
 from turnwise.models import store as model_store
+from turnwise.models.directories import ADAPTER_CONFIG
 from turnwise.runtime.closing import ClosedOnExit
 from turnwise.types import GetServerCapabilitiesResponse, LoraConfig, SupportedModel
 
@@ -289,7 +290,7 @@ def _lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
 
 
 def _peft_base_model(checkpoint: Checkpoint) -> str:
-    config = json.loads((checkpoint.directory / "adapter_config.json").read_text(encoding="utf-8"))
+    config = json.loads((checkpoint.directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     name = config.get("base_model_name_or_path")
     if not name:
         raise CheckpointError(f"{checkpoint.path} does not say which base model it is for; pass base_model=...")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnwise.errors import ConfigError, DataError
-from turnwise.losses.table import CLIP_KEYS, LOSSES, clip_bounds
+from turnwise.losses.table import CLIP_KEYS, LOSSES, clip_bounds, is_imitation
 from turnwise.types import Datum, SamplingParams
 
 Dialect = Literal["tinker", "turnwise"]
@@ -47,7 +47,7 @@ def to_columns(
     settings = {**clip_bounds(loss_fn), **config}  # always sent, because services have different defaults
     if dialect == "turnwise":
         return [_arrays(datum) for datum in data], settings
-    if loss_fn == "cross_entropy":
+    if is_imitation(loss_fn):
         _refuse_settings(loss_fn, config, ())
         return [_imitated(index, datum) for index, datum in enumerate(data)], {}
     if loss_fn not in FOLDED_LOSSES:

@@ -37,7 +37,7 @@ _ELSEWHERE = {
 }
 """Commands whose options are in files of their own."""
 OPTIONS_HEADING = "options, with their defaults:"
-"""Where the help of `turnwise train` begins to list the options of a run."""
+"""The line in the help of `turnwise train` after which the options of a run are listed."""
 _TRAIN_EXAMPLES = """\
 examples:
   turnwise train guess_number model=tiny                  train a preset with another model

@@ -47,7 +47,7 @@ class TournamentOptions:
     env: str | None = None
     num_tasks: int = 32
     out: str | None = None
-    """Where the picture goes."""
+    """The file for the picture."""
     as_json: bool = False
 
 

@@ -200,7 +200,7 @@ class WarmupConfig(Section):
 
 
 class RunConfig(Section):
-    """Where the run is written down."""
+    """The directory, name and loggers of a run."""
 
     dir: str = Field(default="", description="Directory of the run; empty: `runs/` and the run's name.")
     name: str = Field(default="", description="Name of the run; empty: world, model and time.")

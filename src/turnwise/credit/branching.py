@@ -1,4 +1,4 @@
-"""At which turn a dialogue branches, and which turns are trained after that.
+"""Chooses the turn at which a dialogue branches, and the turns that are trained after that.
 
     uniform     P(h) = 1 / H                              REFUEL's choice (arXiv:2410.04612)
     geometric   P(h) proportional to (1 - p)^h, h < H     draws early turns more often

@@ -95,7 +95,7 @@ def dtype_reason(device: torch.device, config: EngineConfig) -> str:
 
 
 def find_device(config: EngineConfig) -> DeviceInfo:
-    """Where an engine with this config would run; loads torch unless the config says it all."""
+    """The device that an engine with this config would run on; loads torch unless the config says it all."""
     if config.device == "cpu":
         name, why = choose_dtype("cpu", config.dtype)
         return DeviceInfo(kind="cpu", dtype=name, why=why)

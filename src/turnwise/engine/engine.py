@@ -39,6 +39,7 @@ from turnwise.engine.training.trainable import LoraAdapter, Trainable
 from turnwise.engine.training.trainer import FinishedJob, Trainer, TrainingJob, outputs_by_datum
 from turnwise.errors import CheckpointError, ConfigError, DataError
 from turnwise.losses.outside import LossFunction
+from turnwise.losses.table import is_imitation
 from turnwise.types import AdamParams, Datum, ForwardBackwardOutput, LoraConfig
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class Engine:
     ) -> Generator[None, None, FinishedJob]:
         """`forward`, before its result is made ready for the client."""
         loss, (job,) = self.make_jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
-        if loss_fn == "cross_entropy" and "kl_reference" in (loss_fn_config or {}):
+        if is_imitation(loss_fn) and "kl_reference" in (loss_fn_config or {}):
             job = replace(job, weights=self._reference(loss_fn_config), replays=False)
         result = yield from self.trainer.read(job, only_trained=False, with_entropy=loss.needs_entropy)
         reference = self._reference_for(loss, [job], loss_fn_config)

@@ -14,8 +14,6 @@ The run decides how replies are sampled: temperature, `top_p`, `seed`, `max_toke
 are not used. An option that would change the answer in another way is refused, as `turnwise serve` refuses it.
 """
 
-# pyright: basic
-
 from __future__ import annotations
 
 import asyncio
@@ -28,7 +26,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -246,7 +244,7 @@ def _to_step(name: str, value: Any) -> EnvStep:
     if isinstance(value, bool):
         return EnvStep(reward=float(value), is_success=value, terminated=True)
     if isinstance(value, int | float) or (isinstance(value, Mapping) and value):
-        return EnvStep(reward=value, terminated=True)
+        return EnvStep(reward=cast("float | Mapping[str, float]", value), terminated=True)
     raise DataError(
         f"{name} returned {value!r:.200}; expected the reward: a number, True or False (which is the success, too), "
         "or named parts like {'outcome': 1.0}"

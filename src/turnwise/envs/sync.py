@@ -185,7 +185,7 @@ os.register_at_fork(after_in_child=_idle.clear)  # a forked child has none of it
 
 
 def num_idle_threads() -> int:
-    """The number of unused threads, which wait a moment for the next env."""
+    """Return the number of unused threads, which wait a moment for the next env and are no leak."""
     return len(_idle)
 
 

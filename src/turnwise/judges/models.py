@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.models.directories import ADAPTER_CONFIG
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.choose import get_renderer
 from turnwise.runtime.network import tls_context
@@ -177,7 +178,7 @@ class EmbeddedModel:
         self.name = json.dumps([model, max(files, default=0), temperature, max_tokens])
         """It includes the age of the files, because a folder that was trained again holds another judge."""
         self._model = str(folder) if folder.is_dir() else model
-        self._is_checkpoint = "://" in model or (folder / "adapter_config.json").is_file()
+        self._is_checkpoint = "://" in model or (folder / ADAPTER_CONFIG).is_file()
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._asked: SamplerModel | None = None

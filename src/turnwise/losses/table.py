@@ -204,6 +204,8 @@ class LossInfo:
     """The loss of token i depends on token i alone, as long as no option says otherwise."""
     needs_pairs: bool = False
     """Datums come in pairs, chosen and rejected, and the loss sees all of a batch at once."""
+    is_imitation: bool = False
+    """The weights of the targets say all that is to be learned, a datum brings `weights` or a `mask` in their place."""
     needs_reference: bool = False
     """Reads `ref_logprobs` whatever its options are; the engine asks the base model where they are not sent."""
     is_linear: bool = False
@@ -211,7 +213,7 @@ class LossInfo:
     is_of_tinker: bool = False
     """The Tinker SDK knows the name."""
     tinker_defaults: Settings = field(default_factory=dict[str, float | str])
-    """Where the defaults of Tinker's service differ from ours."""
+    """The defaults of Tinker's service that differ from ours."""
 
     @property
     def compares_policies(self) -> bool:
@@ -232,7 +234,7 @@ POLICY_COLUMNS = ("logprobs", "advantages")
 LOSSES: Mapping[str, LossInfo] = {
     info.name: info
     for info in (
-        LossInfo(name="cross_entropy", options=LossOptions, is_of_tinker=True),
+        LossInfo(name="cross_entropy", options=LossOptions, is_imitation=True, is_of_tinker=True),
         LossInfo(
             name="importance_sampling",
             options=PolicyOptions,
@@ -284,6 +286,11 @@ def policy_losses() -> tuple[str, ...]:
 def losses_that_read(option: str) -> tuple[str, ...]:
     """The names of the losses that have an option."""
     return tuple(name for name, info in LOSSES.items() if option in info.options.model_fields)
+
+
+def is_imitation(name: object) -> bool:
+    """Whether this is the name of a loss whose weights say all that is to be learned."""
+    return isinstance(name, str) and name in LOSSES and LOSSES[name].is_imitation
 
 
 def clip_bounds(name: str) -> Settings:

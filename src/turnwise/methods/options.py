@@ -44,7 +44,7 @@ Normalisation = Literal["token_mean", "seq_mean", "seq_sum", "const", "turn_mean
 LAGGING_LOSS = "cispo"
 """The loss that replaces plain importance sampling if attempts are older than the weights."""
 FOREIGN_CAP = 2.0
-"""Where the ratio of trainer to sampler is truncated if another program samples."""
+"""The ratio of trainer to sampler at which it is truncated if another program samples."""
 DECLARED: dict[str, type[MethodOptions]] = {}
 """Every class of options that this process has defined, by import path."""
 
@@ -110,7 +110,7 @@ class MethodOptions(Section):
 
     @property
     def old_policy_source(self) -> Literal["none", "forward", "loglinear"]:
-        """Where the logprobs of the weights at the start of a batch come from, if the loss reads them."""
+        """The source of the logprobs of the weights at the start of a batch, if the loss reads them."""
         return "none"
 
     @property

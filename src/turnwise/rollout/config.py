@@ -48,9 +48,8 @@ class RolloutConfig(RolloutLimits, ServerOptions):
     group_size: int = Field(
         default=8,
         ge=1,
-        description="Attempts per task; advantages are centred inside this group. 1 works only with methods "
-        "that do not compare attempts of one task: ppo, reinforce_pp, rebn, rft, and methods that "
-        "read stored data.",
+        description="Attempts per task; advantages are centred inside this group. 1 works only with a method that "
+        "compares no attempts of one task; any other refuses it.",
     )
     min_group_size: int = Field(
         default=2,

@@ -62,7 +62,7 @@ class LagDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledToken:
-    """Where to find a token that was sampled, and its logprob then."""
+    """The place of a sampled token, and its logprob then."""
 
     task_id: str
     attempt: int

@@ -46,7 +46,7 @@ class Attempt:
     seed: int
     make_env: Callable[[], Env]
     branch: Branch | None = None
-    """Where it leaves the dialogue that its group shares."""
+    """The turn at which it leaves the dialogue that its group shares."""
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     """Labels that it has before the env gives it any."""
 

@@ -297,7 +297,7 @@ class _SeatEnv:
         return self._table.game.outcome(self._seat).to_env_step(is_unparsable=not is_read)
 
     def _result(self) -> dict[str, str]:
-        """Whether this seat got more, once a game of two is over."""
+        """Whether this seat got more, in a game of two that is over."""
         game = self._table.game
         if game.to_move is not None or game.num_seats != 2:
             return {}

@@ -1,4 +1,4 @@
-"""Where the data of a step comes from. A method names one of these sources; `training.supply` reads it.
+"""The sources of a step's data. A method names one of these sources; `training.supply` reads it.
 
 This module is below `methods`, which chooses a source, and below the code that plays it.
 """

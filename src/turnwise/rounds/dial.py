@@ -25,7 +25,7 @@ from turnwise.training.objects import PythonObjects
 DRAWS_PER_TASK = 4
 """Tasks to draw for each that is needed: some were played before, or are held out."""
 LEVEL = "level"
-"""Where the file keeps the dial."""
+"""The key of the dial in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

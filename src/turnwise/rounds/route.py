@@ -1,4 +1,4 @@
-"""Where the attempts of a round go. An attempt that says what an earlier one said is counted and goes nowhere.
+"""Sends the attempts of a round to their pools. One that says what an earlier one said is counted and goes nowhere.
 
     sft          the best few good attempts at each task
     rl           tasks at which some attempts are good and some are not: what RL can learn from; RL plays them again

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 caller: ContextVar[str] = ContextVar("caller", default="")
-"""On whose behalf this task makes calls, such as "sum-7, attempt 2"."""
+"""The attempt that this task makes calls for, such as "sum-7, attempt 2"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Where an exception was raised, as a user wants to read it: the line of the user's own code."""
+"""The place at which an exception was raised, as a user wants to read it: the line of the user's own code."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from turnwise.client.checkpoints import read_info, verify, write_directory
 from turnwise.errors import ConfigError
+from turnwise.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 FOLDER = "policies"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +74,13 @@ def keep_policies(policies: Sequence[NamedPolicy], data_dir: Path) -> tuple[Name
 def _keep(policy: NamedPolicy, root: Path) -> NamedPolicy:
     if read_info(policy.directory) is not None:  # written by us, with checksums
         verify(policy.directory)
-    with (policy.directory / WEIGHTS_FILE).open("rb") as file:
+    with (policy.directory / ADAPTER_WEIGHTS).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     identity = f"{policy.name}-{digest}"
 
     def copy(staged: Path) -> None:
         staged.mkdir()
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             shutil.copy2(policy.directory / name, staged / name)
 
     write_directory(root / identity, copy)

@@ -53,6 +53,7 @@ from turnwise.credit.advantages import center_by_group, is_constant_group
 from turnwise.envs.prompts import PromptWorld
 from turnwise.envs.rows import Row
 from turnwise.errors import ConfigError, DataError
+from turnwise.losses.table import find_loss
 from turnwise.single_turn.adapter import AdapterError, Dataset, RLAdapter
 from turnwise.single_turn.config import RLConfig
 from turnwise.types import Datum, ModelInput, SampledSequence, SampleResponse, SamplingParams
@@ -254,7 +255,7 @@ def response_to_datum(prompt: Sequence[int], response: SampledSequence, advantag
         "advantages": [0.0] * num_before + [advantage] * num_tokens,
         "temperature": [1.0] * num_before + [config.temperature] * num_tokens,
     }
-    if config.loss_fn == "gspo":
+    if not find_loss(config.loss_fn).is_separable:
         inputs["sequence_ratio_mask"] = is_response
     return Datum(model_input=ModelInput.from_ints(full[:-1]), loss_fn_inputs=inputs)
 

@@ -43,7 +43,7 @@ NOTHING_DONE = CheckpointRow(step=0, warmup_steps=0, path="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Where the parts of the loop stood at a checkpoint, besides weights and optimizer."""
+    """The state of the loop's parts at a checkpoint, besides weights and optimizer."""
 
     version: int = 0
     """Updates that moved the policy's weights."""
@@ -57,7 +57,7 @@ class RunState:
     quarantine: QuarantineState | None = None
     alarms: AlarmState | None = None
     critic_path: str = ""
-    """Where the critic was saved; empty where the method has none."""
+    """The path of the saved critic; empty if the method has none."""
     critic_pretrained: int = 0
     """Batches of the critic's pre-training that were done."""
     critic_plateau: PlateauState | None = None
@@ -83,7 +83,7 @@ def read_state(row: CheckpointRow, pool: list[PoolRow], *, tasks_per_step: int) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run begins: at nothing, or at a checkpoint."""
+    """The state from which a run begins: nothing, or a checkpoint."""
 
     done: CheckpointRow = NOTHING_DONE
     evaluated: frozenset[tuple[str, int]] = frozenset()
@@ -97,7 +97,7 @@ class Start:
     critic_batches: int = 0
     """Batches of the critic's pre-training that the checkpoint includes."""
     state: RunState | None = None
-    """Where the parts of the loop stood."""
+    """The state of the loop's parts."""
     best: EvaluationRow | None = None
     """The evaluation whose checkpoint is kept beside the latest."""
 

@@ -96,7 +96,7 @@ def cluster_lines(setup: Setup) -> list[str]:
 
 
 def _place(setup: Setup, rank: int, memory: Memory | None) -> str:
-    """Where a learner runs, and what it holds there. Only one that samples has a KV cache."""
+    """The place of a learner, and what it holds there. Only one that samples has a KV cache."""
     cluster = setup.config.cluster
     where = "this process" if rank == 0 else "an actor of Ray" if cluster.uses_ray else "a process of this machine"
     if memory is None:
@@ -107,7 +107,7 @@ def _place(setup: Setup, rank: int, memory: Memory | None) -> str:
 
 
 def _sampler_place(setup: Setup, number: int, memory: Memory | None) -> str:
-    """Where a sampler of its own runs: with the model, a KV cache, and the versions that attempts still use."""
+    """The place of a sampler of its own: with the model, a KV cache, and the versions that attempts still use."""
     cluster = setup.config.cluster
     where = "an actor of Ray" if cluster.uses_ray else "a process of this machine"
     assert memory is not None, "a service elsewhere has its own samplers"

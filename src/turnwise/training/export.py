@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.errors import CheckpointError, ConfigError
+from turnwise.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from turnwise.models.facts import is_tied, read_config
 from turnwise.models.families import auto_class_name
 from turnwise.training.model_card import ExportedAs, write_card
 from turnwise.training.policy import PolicySampler
 from turnwise.training.setup import Report, find_model, report_nothing
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 UNTIED = (
     "The base model's output head shares its weights with the embedding, and the adapter changes only the head. This "
     "model has a head of its own (tie_word_embeddings is false), so it equals what was trained."
@@ -39,7 +40,7 @@ TIED_ADAPTER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportPlaces:
-    """Where to write; exactly one is given."""
+    """The files or directories to write; exactly one is given."""
 
     peft: str | Path | None = None
     merged: str | Path | None = None
@@ -139,5 +140,5 @@ def _write_gguf(policy: PolicySampler, report: Report, out: Path, place: Path) -
 
 
 def _adapts_head(adapter: Path) -> bool:
-    config = json.loads((adapter / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     return "lm_head" in config["target_modules"]

@@ -37,8 +37,7 @@ from turnwise.training.demonstrations import Demonstrations
 from turnwise.training.evaluate import Evaluation, panel_metrics, play_panel, world_metrics
 from turnwise.training.learner import Learner
 from turnwise.training.learner_news import LearnerNews, OneLearner, OpenStep
-from turnwise.training.metrics import Learned, Times, lag_metrics, step_drift, step_metrics
-from turnwise.training.part_metrics import part_metrics
+from turnwise.training.metrics import Learned, Times, lag_metrics, part_metrics, step_drift, step_metrics
 from turnwise.training.preflight import AllFailedError, check_any_left, check_demonstrations, check_earnings
 from turnwise.training.pretrain import batch_lessons, play_demonstrations, pretrain, read_lessons, warm_up_step
 from turnwise.training.progress import NothingToLearnError, Progress, TokensSpentError, rate_factor

@@ -33,8 +33,8 @@ LONG_MODEL, LONG_TOKENS, LONG_KV_GIB = "Qwen3 8B", (32768, 65536, 131072), 40
 TIMED_TOKENS, TIMED_SECONDS = 65536, 22.4
 """The attempt whose gradient was timed, on one H200; other times are computed from it by their operations."""
 PRODUCT_PASSES, ATTENTION_PASSES = 3.0, 4.5
-"""Work of a pass in forward passes: forward, forward again, and backward, which is 1 for products, whose frozen weights
-have no gradient, and 2.5 for attention."""
+"""Work of a pass in forward passes: forward, forward again, and backward, which is 1 for products (frozen weights have
+no gradient) and 2.5 for attention."""
 HEAD_SIZE, VOCAB_SIZE, CONTEXT = 128, 151936, 40960
 
 

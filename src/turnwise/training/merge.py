@@ -17,7 +17,8 @@ from typing import Literal
 from turnwise.client.checkpoints import INFO_FILE, CheckpointInfo, checksums_of, verify, write_directory
 from turnwise.config.config import Config
 from turnwise.errors import CheckpointError, ConfigError
-from turnwise.training.policy import ADAPTER_FILE, WHOLE_FILE, find_policy
+from turnwise.models.directories import ADAPTER_CONFIG
+from turnwise.training.policy import WHOLE_FILE, find_policy
 from turnwise.training.setup import Report, find_model, report_nothing
 from turnwise.types import LoraConfig
 
@@ -103,7 +104,7 @@ def _find_part(target: str, step: str | None, report: Report) -> MergePart:
             f"{target} is a model as it is, so there is no base to compare it with; expected a run, a checkpoint or a "
             "PEFT adapter"
         )
-    if not any((directory / name).is_file() for name in (ADAPTER_FILE, WHOLE_FILE)):
+    if not any((directory / name).is_file() for name in (ADAPTER_CONFIG, WHOLE_FILE)):
         raise CheckpointError(f"{target}: {directory} is not on this machine; expected a checkpoint with files here")
     if (directory / INFO_FILE).is_file():
         verify(directory)
@@ -114,7 +115,7 @@ def _find_part(target: str, step: str | None, report: Report) -> MergePart:
         directory=directory.resolve(),
         step=policy.step,
         base=find_model(policy.config, report).resolve(),
-        is_full=not (directory / ADAPTER_FILE).is_file(),
+        is_full=not (directory / ADAPTER_CONFIG).is_file(),
         config=policy.config,
     )
 

@@ -1,5 +1,6 @@
 """The metrics of one step: `rollout/` what was played, `method/` what the method kept, `train/` what the optimizer saw,
-`time/` where the time went. `watch/catalogue.py` lists every name.
+`time/` where the time went; in several worlds also `world/` for each member of a mix and `curriculum/` for each level.
+`watch/catalogue.py` lists every name.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from numpy.typing import NDArray
 
 from turnwise.credit.branching import branch_variances
 from turnwise.credit.datums import is_trained
+from turnwise.envs.base import World
+from turnwise.envs.joint import LEVEL_LABEL, SEPARATOR, JointWorld, labels_of, leaf_of
 from turnwise.methods.base import Kept, Lesson
 from turnwise.rollout.drift import DriftReport, measure_drift
 from turnwise.rollout.group import RolloutResult
-from turnwise.trajectory import Trajectory
+from turnwise.training.pool import PoolEntry, judged_outcomes
+from turnwise.trajectory import WORLD_LABEL, Trajectory
 from turnwise.types import ForwardBackwardOutput, TensorData
-from turnwise.watch.behaviour import behaviour_metrics
-from turnwise.watch.entropy import entropy_metrics
+from turnwise.watch.behaviour import behaviour_metrics, entropy_metrics
 
 if TYPE_CHECKING:
-    from turnwise.training.supply import Stream, Taken
+    from turnwise.training.supply import Batch, Stream, Taken
+    from turnwise.training.task_order import TaskOrder
 
 GEO_BAND = (0.99, 1.01)
 """Ratios, as geometric means over a sequence, that `method.correction=sequence_geo_mask` keeps."""
@@ -190,3 +194,46 @@ def _time_metrics(played: RolloutResult, values: Mapping[str, float], times: Tim
         "time/training_share": (times.train_s + times.publish_s) / total,
         "rollout/sampled_tokens_per_s": num_tokens / times.played_s,
     }
+
+
+def part_metrics(world: World, tasks: TaskOrder, batch: Batch) -> dict[str, float]:
+    """What was played of each world and each level; nothing where there is one world without a curriculum."""
+    if not isinstance(world, JointWorld) or batch.taken is None:
+        return {}
+    entries = batch.taken.entries
+    labels = [labels_of(world, entry.plan.task.id) for entry in entries]
+    values: dict[str, float] = {}
+    for name in world.parts if world.kind == "world" else ():
+        own = [entry for entry, label in zip(entries, labels, strict=True) if label[WORLD_LABEL] == name]
+        values |= {f"world/{key}_{name}": value for key, value in _played_part(own).items()}
+    by_leaf: dict[str, list[PoolEntry]] = {}
+    for entry, label in zip(entries, labels, strict=True):
+        if LEVEL_LABEL in label:
+            leaf = leaf_of(world, entry.plan.task.id).replace(SEPARATOR, "_")
+            by_leaf.setdefault(leaf, []).append(entry)
+    dealt = [int(label[LEVEL_LABEL]) for label in labels if LEVEL_LABEL in label]
+    if dealt:
+        values["curriculum/level_mean"] = fmean(dealt)
+    for leaf, (rate, chance) in tasks.chances().items():
+        played = _played_part(by_leaf.get(leaf, []))
+        values |= {f"curriculum/{key}_{leaf}": played[key] for key in ("groups", "success") if key in played}
+        values |= {f"curriculum/rate_{leaf}": rate, f"curriculum/chance_{leaf}": chance}
+    return values
+
+
+def _played_part(entries: Sequence[PoolEntry]) -> dict[str, float]:
+    """Groups, and means over their attempts; rewards are those that the env gave."""
+    attempts = [one for entry in entries if entry.outcome is not None for one in entry.outcome.trajectories]
+    outcomes = [outcome for entry in entries for outcome in judged_outcomes(entry)]
+    is_judged = any(one.is_success is not None for one in attempts)
+    values = {
+        "groups": float(len(entries)),
+        "failed": float(sum(len(entry.outcome.failed) for entry in entries if entry.outcome is not None)),
+    }
+    if attempts:
+        values["reward"] = fmean(one.total_reward for one in attempts)
+        values["turns"] = fmean(len(one.turns) for one in attempts)
+        values["tokens"] = float(sum(one.num_sampled_tokens for one in attempts))
+    if outcomes and is_judged:
+        values["success"] = fmean(outcomes)
+    return values

@@ -27,13 +27,13 @@ from turnwise.envs.seats import TwoSidedWorld
 from turnwise.envs.wrapped import WorldWrapper
 from turnwise.errors import ConfigError, ModelError
 from turnwise.models import store as model_store
+from turnwise.models.directories import ADAPTER_CONFIG
 from turnwise.models.facts import read_facts
 from turnwise.opponents.config import OpponentConfig
 from turnwise.opponents.seating import two_sided
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.checkpoint import choose_checkpoint
 
-ADAPTER_FILE = "adapter_config.json"
 BASE, SELF, POOL = "base", "self", "pool"
 TINKER_PREFIX = "tinker+"
 Kind = Literal["script", "base", "self", "pool", "checkpoint", "model", "address", "tinker"]
@@ -88,7 +88,7 @@ def _checkpoint_files(words: str) -> Path | None:
         return CheckpointStore(path).directory(row.path)
     if words.startswith(SCHEMES):
         return CheckpointStore(model_store.home()).find(words).directory
-    return path if (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file() else None
+    return path if (path / INFO_FILE).is_file() or (path / ADAPTER_CONFIG).is_file() else None
 
 
 def _run_of(files: Path) -> Path | None:

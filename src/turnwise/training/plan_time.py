@@ -53,7 +53,7 @@ class PlannedAttempt:
     datums: float = 1.0
     """Sequences that it is trained as: one, and one more for each rewritten prompt."""
     source: str
-    """Where the numbers are from, in words."""
+    """The source of the numbers, in words."""
 
     @property
     def observed_tokens(self) -> float:

@@ -28,6 +28,7 @@ from turnwise.envs.joint import leaf_of
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
+from turnwise.models.directories import ADAPTER_CONFIG
 from turnwise.renderers.base import Renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import Rollout
@@ -54,7 +55,7 @@ from turnwise.training.workers import bounded_by_workers, make_played_world, run
 from turnwise.trajectory import Message
 from turnwise.types import ModelInput, SamplingParams
 
-ADAPTER_FILE, WHOLE_FILE = "adapter_config.json", "model.safetensors"
+WHOLE_FILE = "model.safetensors"
 """The files that show whether a checkpoint is an adapter or a whole model."""
 DEFAULT_WORLD = "guess_number"
 """A policy without a world gets the config of this one; talking uses nothing of the world."""
@@ -126,7 +127,7 @@ class PolicySampler(ClosedOnExit):
     ) -> None:
         self.config = config
         self.data_dir = data_dir
-        """Where its service keeps checkpoints; None: in the model store's home."""
+        """The directory in which its service keeps checkpoints; None: in the model store's home."""
         self.checkpoint = checkpoint
         """None: the base model as it is."""
         self.step = step
@@ -172,7 +173,7 @@ class PolicySampler(ClosedOnExit):
     def _files_to_serve(self) -> Path | None:
         """The PEFT files of these weights, or the whole model, for a backend; None for the base model."""
         files = self.files
-        if files is not None and not any((files / name).is_file() for name in (ADAPTER_FILE, WHOLE_FILE)):
+        if files is not None and not any((files / name).is_file() for name in (ADAPTER_CONFIG, WHOLE_FILE)):
             raise CheckpointError(
                 f"{self.checkpoint} is not on this machine, so rollout.backend={self.config.rollout.backend} cannot "
                 "serve it; expected a checkpoint with files here, or rollout.backend=local"
@@ -375,7 +376,7 @@ def find_policy(
         raise ConfigError(f"step {step} names a checkpoint of a run, and {target} is no run's directory; leave it out")
     if target.startswith(SCHEMES):
         path = CheckpointStore(model_store.home()).directory(target)
-    if target.startswith(SCHEMES) or (path / INFO_FILE).is_file() or (path / ADAPTER_FILE).is_file():
+    if target.startswith(SCHEMES) or (path / INFO_FILE).is_file() or (path / ADAPTER_CONFIG).is_file():
         settings = [f"model={_base_model(path)}", *_trained_part(path), *overrides]
         config = read_config(world.name or DEFAULT_WORLD, settings)
         return PolicySampler(config, checkpoint=target, objects=world.objects)
@@ -398,7 +399,7 @@ def check_is_there(target: str | Path) -> None:
 
 def _base_model(checkpoint: Path) -> str:
     """The model directory that an adapter belongs to."""
-    for file, key in ((INFO_FILE, "model_directory"), (ADAPTER_FILE, "base_model_name_or_path")):
+    for file, key in ((INFO_FILE, "model_directory"), (ADAPTER_CONFIG, "base_model_name_or_path")):
         if (checkpoint / file).is_file():
             return str(json.loads((checkpoint / file).read_text(encoding="utf-8"))[key])
     raise CheckpointError(f"no checkpoint in {checkpoint}")

@@ -84,7 +84,7 @@ class CriticJudge:
     """A run's critic as a judge of attempts: its value in the state before the last token of the last reply."""
 
     path: str
-    """Where the critic was saved."""
+    """The path of the saved critic."""
 
     def score(self, attempts: Sequence[Trajectory], policy: PolicySampler) -> list[float]:
         client = policy.service.create_training_client_from_state(self.path)

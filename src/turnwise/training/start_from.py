@@ -15,7 +15,7 @@ from turnwise.config.files import config_from_yaml
 from turnwise.errors import ConfigError
 from turnwise.models import store as model_store
 from turnwise.models.config import ModelConfig
-from turnwise.models.directories import is_same_model
+from turnwise.models.directories import ADAPTER_CONFIG, is_same_model
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.checkpoint import choose_checkpoint
 
@@ -49,10 +49,10 @@ def _of_checkpoint(start: str, config: Config) -> str:
     is_path = start.startswith(SCHEMES)
     place = CheckpointStore(model_store.home()).directory(start) if is_path else Path(start).expanduser()
     info = read_info(place) if (place / INFO_FILE).is_file() else None
-    if info is None and not (place / "adapter_config.json").is_file():
+    if info is None and not (place / ADAPTER_CONFIG).is_file():
         raise ConfigError(
             f"model.from={start} is neither a run nor a checkpoint; expected a run directory, a directory with "
-            f"{INFO_FILE} or adapter_config.json, or a path such as tinker://..."
+            f"{INFO_FILE} or {ADAPTER_CONFIG}, or a path such as tinker://..."
         )
     if info is not None:
         wanted = config.model.alias or config.model.name

@@ -206,7 +206,7 @@ class _FileAttempt:
     trajectory: Trajectory
     """With its rewards as they were played."""
     learn: str
-    """Whose words a dialogue teaches: `replies` or `world`."""
+    """The side whose words a dialogue teaches: `replies` or `world`."""
 
 
 def _file_attempts(path: str, config: Config, option: str) -> Iterator[_FileAttempt]:

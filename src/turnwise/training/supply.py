@@ -271,7 +271,7 @@ class Batch:
     items: Sequence[Any]
     """What `method.lessons` takes: groups, or whatever the method's reader gave."""
     taken: Taken | None = None
-    """Where it was played: the entries that its groups had in the pool."""
+    """The entries that its groups had in the pool, for groups that were played."""
 
     @property
     def tasks(self) -> list[Task]:

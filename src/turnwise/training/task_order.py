@@ -132,7 +132,7 @@ class MixedTasks:
         self._members = dict(members)
         self._shares = {name: shares[name] / total for name in members}
         self._turns: list[tuple[str, int]] = []
-        """Whose turn each number is, and which of its own tasks that is."""
+        """The member whose turn each number is, and which of its own tasks that is."""
         self._counts = dict.fromkeys(self._members, 0)
         self._least = 1 / (2 * len(members) - 2)
         """How far a member must be behind its share, in groups, to be next."""

@@ -159,7 +159,7 @@ def group_json(database: sqlite3.Connection, attempt_id: int) -> Json:
 
 
 def _same_seat(database: sqlite3.Connection, attempt_id: int, members: list[Json]) -> list[Json]:
-    """Where both seats of a game were trained, a group has one of them only: each has its own baseline."""
+    """A group has one seat only of a game whose two seats were both trained: each has its own baseline."""
     asked = "SELECT id, json_extract(labels, '$.seat') AS seat FROM run.trajectories WHERE id IN "
     ids = [member["id"] for member in members]
     seats = {row["id"]: row["seat"] for row in database.execute(f"{asked}({', '.join('?' * len(ids))})", ids)}

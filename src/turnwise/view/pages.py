@@ -30,7 +30,7 @@ class Pages:
             "runs": self.runs,
             "curves": self.curves,
             "differences": self.differences,
-            "pulse": self.pulse,
+            "revisions": self.revisions,
             "run": self.run,
             "findings": self.findings,
             "attempts": self.attempts,
@@ -52,7 +52,8 @@ class Pages:
     def runs(self, _query: Query) -> Json:
         return {"place": self.folder.shown_place, "runs": self.folder.summaries()}
 
-    def pulse(self, _query: Query) -> Json:
+    def revisions(self, _query: Query) -> Json:
+        """A text for each run that changes when the run does."""
         return {"revisions": self.folder.revisions()}
 
     def differences(self, query: Query) -> Json:

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from turnwise.errors import TurnwiseError
 from turnwise.runtime.section import Section
-from turnwise.watch.entropy import ENTROPY, WHOLE, entropy_place
+from turnwise.watch.behaviour import ENTROPY, WHOLE, entropy_place
 from turnwise.watch.trends import STRETCH_STEPS, has_fallen
 
 BASELINE_STEPS = 3

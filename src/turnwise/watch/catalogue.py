@@ -109,7 +109,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("rollout/env_{env_metric}_mean", "as the world says", "A number that the world gives its attempts."),
     ),
     *_rows(
-        "watch/entropy.py",
+        "watch/behaviour.py",
         ("rollout/entropy_estimate", "nats/token", "Minus the mean logprob of sampled tokens."),
         ("rollout/entropy_turn_{turn}", "nats/token", "The same for one turn of the attempts."),
         ("rollout/entropy_turn_later", "nats/token", "The same for all turns after the eighth."),
@@ -288,7 +288,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("world/eval_reward_{world}", "reward", "Held-out reward of one member of a mix, or of one level."),
     ),
     *_rows(
-        "training/part_metrics.py",
+        "training/metrics.py",
         ("world/groups_{world}", "groups", "Groups that the step took from this member of a mix."),
         ("world/success_{world}", "share", "Success of this member's attempts; absent if none was judged."),
         ("world/reward_{world}", "reward", "Reward of this member's attempts, as the env gave it."),

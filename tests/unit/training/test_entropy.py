@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.trajectory import Branch, EndReason, Message, ToolCall, Trajectory, TrajectoryGroup, Turn
-from turnwise.watch.entropy import MIN_TOKENS, NUM_TURNS, entropy_metrics, entropy_place
+from turnwise.watch.behaviour import MIN_TOKENS, NUM_TURNS, entropy_metrics, entropy_place
 from unit.training.conftest import MakeRig
 
 CALL = (ToolCall(name="add", arguments={}),)

@@ -92,7 +92,7 @@ async def test_orders_reach_a_run_that_trains_and_mistakes_are_told(client: http
 
 async def test_reading_never_writes_into_a_run(client: httpx2.AsyncClient, run: Path) -> None:
     before = {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()}
-    for question in ("runs", "run", "findings", "attempts", "groups", "facets", "curves", "differences", "pulse"):
+    for question in ("runs", "run", "findings", "attempts", "groups", "facets", "curves", "differences", "revisions"):
         answer = await client.get(f"/api/{question}", params={"run": "a", "runs": "a"}, headers=TOKEN)
         assert answer.status_code == 200, answer.text
     after = {file.name: file.read_bytes() for file in run.iterdir() if file.name in before}

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from turnwise.errors import ConfigError
+from turnwise.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 FIRST_BLOCK = re.compile(r"(?P<module>.*\.0\.(?:.*\.)?(?P<name>[A-Za-z_]+))\.weight")
 """A weight of the first block of layers."""
@@ -31,12 +32,12 @@ def write_blank(model_directory: Path, target: Path) -> Path:
         "target_modules": [name],
         "bias": "none",
     }
-    (target / "adapter_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    (target / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
     tensors = {
         f"base_model.model.{module}.lora_A.weight": np.zeros((1, num_in), dtype=np.float32),
         f"base_model.model.{module}.lora_B.weight": np.zeros((num_out, 1), dtype=np.float32),
     }
-    save_file(tensors, target / "adapter_model.safetensors")
+    save_file(tensors, target / ADAPTER_WEIGHTS)
     return target
 
 

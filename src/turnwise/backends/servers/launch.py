@@ -98,7 +98,8 @@ class OwnServer:
 
     @property
     def group_id(self) -> int | None:
-        """The process group in which the server runs; None when it does not."""
+        """The process group of the server and all that it starts, to look for what is left of them; None when it does
+        not run."""
         return None if self._process is None else self._process.pid
 
     @property

@@ -114,7 +114,7 @@ class FleetPublisher(Publisher):
 
     @property
     def blank_directory(self) -> Path:
-        """Where an adapter that changes nothing may be written for the servers."""
+        """The directory for an adapter that changes nothing, which the servers may load."""
         return self._served / f"{self._name}-blank"
 
     @abstractmethod

@@ -20,7 +20,7 @@ MAX_KNOWN = 100_000
 
 @dataclass(frozen=True, slots=True)
 class KnownPrefix:
-    """Where a known beginning of a prompt was read."""
+    """The server that read a known beginning of a prompt."""
 
     server: str
     is_reply: bool
@@ -37,7 +37,7 @@ class PrefixRoutes:
         self._factors = np.zeros(0, dtype=np.uint64)
 
     def find(self, weights: str | None, prompt: Sequence[int]) -> KnownPrefix | None:
-        """Where the longest known beginning of this prompt was read, if anywhere."""
+        """The server that read the longest known beginning of this prompt, if there is one."""
         hashes = self._hashes(prompt).tolist()
         for length in range(len(hashes), 0, -1):
             key = (weights, length, hashes[length - 1])

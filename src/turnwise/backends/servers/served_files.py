@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 from turnwise.errors import CheckpointError
+from turnwise.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 
 def read_rank(adapter: Path) -> int:
     """The rank of an adapter's files."""
     try:
-        return int(json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+        return int(json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))["r"])
     except (OSError, ValueError, KeyError, TypeError) as cause:
         raise CheckpointError(f"{adapter} holds no adapter in PEFT's format: {cause!r}") from cause
 
@@ -25,5 +26,5 @@ def copy_files(source: Path, target: Path) -> None:
     if is_full(source):
         export_weights(source, target)
         return
-    for file in (source / "adapter_config.json", source / "adapter_model.safetensors"):
+    for file in (source / ADAPTER_CONFIG, source / ADAPTER_WEIGHTS):
         shutil.copy(file, target)

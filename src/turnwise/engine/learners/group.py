@@ -80,7 +80,7 @@ StartPeer = Callable[[int], LearnerPeer]
 
 @dataclass(frozen=True, slots=True)
 class LearnerPlace:
-    """Where the other learners of a group run."""
+    """The address for a group's other learners, and how they are started."""
 
     host: str
     """The address at which they find this process."""

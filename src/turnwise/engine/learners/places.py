@@ -1,4 +1,4 @@
-"""Where the learners of a run work: which process, machine and device each of them has."""
+"""The places of a run's learners: the process, machine and device that each of them has."""
 
 from __future__ import annotations
 

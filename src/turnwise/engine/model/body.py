@@ -77,7 +77,7 @@ class _StackPass:
     wanted: _WantedRows | None
     weights: BodyWeights
     grads: BodyWeights | None = None
-    """Where gradients of all weights go; None if only adapters are trained."""
+    """The tensors for the gradients of all weights; None if only adapters are trained."""
     scratch: Scratch | None = None
     past: PastKeys | None = None
     """Keys and values of the sequence so far, where the pass runs in parts (`parts.py`)."""

@@ -66,7 +66,7 @@ class TokenRouter(LoraLinear):
 
 @torch.no_grad()
 def _output_order(base: Any, spec: ExpertSpec) -> tuple[int, int, int]:
-    """Where a router returns logits, weights and experts: versions of transformers differ in that, so it is tried."""
+    """Try in which order a router returns logits, weights and experts, because versions of transformers differ."""
     outputs = base(torch.ones(2, base.weight.shape[1], dtype=base.weight.dtype, device=base.weight.device))
     order = [2 if not out.is_floating_point() else 0 if out.shape[-1] != spec.num_chosen else 1 for out in outputs]
     return (order[0], order[1], order[2]) if sorted(order) == [0, 1, 2] else (0, 1, 2)

@@ -56,7 +56,7 @@ class LayoutUnit:
 
 
 class WeightLayout:
-    """Where every parameter of a model lies in a flat tensor."""
+    """The range of every parameter of a model in a flat tensor."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class FullRoute:
 
     weights: ModelWeights
     grads: ModelWeights | None = None
-    """Where a backward pass adds the gradients; None for weights that are not trained."""
+    """The tensor to which a backward pass adds the gradients; None for weights that are not trained."""
     leaves: Mapping[str, Tensor] | None = None
     """The weights as autograd's leaves, for models that transformers' own code runs."""
 

@@ -108,7 +108,7 @@ class CausalModel:
         self._recomputed = RecomputedLayers(find_layers(self.body, self.sizes.num_layers), self.holder, device)
         self._room = KeptRoom()
         self.layout = _read_layout(model, self.head, self.fused)
-        """Where each weight lies in the flat tensor of a policy whose every weight is trained."""
+        """The range of each weight in the flat tensor of a policy whose every weight is trained."""
         self.num_base_bytes = sum(parameter.nbytes for parameter in self.layout.parameters.values())
         """Bytes of the frozen weights that this process holds."""
         self.shards = None if exchange is None else self._keep_part(exchange)

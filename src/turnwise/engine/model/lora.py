@@ -40,7 +40,7 @@ class LoraWeights:
     """Set if all weights of the model are a policy's own (`full.py`); then there are no A and B."""
 
     grad_pairs: dict[str, tuple[Tensor, Tensor]] | None = None
-    """Where a backward pass adds the gradients of A and B; None for weights that are not trained."""
+    """The tensors to which a backward pass adds the gradients of A and B; None for weights that are not trained."""
 
     def __init__(self, lora: LoraConfig, shapes: Mapping[str, Shape], flat: Tensor) -> None:
         self.lora = lora

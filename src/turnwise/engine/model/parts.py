@@ -41,7 +41,7 @@ class Part:
     rows: Tensor
     """The tokens whose hidden states the caller wants, counted from `start`."""
     places: slice
-    """Where they stand among all that the caller wants."""
+    """Their positions among all that the caller wants."""
 
     @property
     def plan(self) -> PathPart:
@@ -64,7 +64,7 @@ class PastKeys:
 
     def __init__(self, num_layers: int, num_tokens: int) -> None:
         self.first = 0
-        """Where the part begins that runs now."""
+        """The first token of the part that runs now."""
         self._num_tokens = num_tokens
         self._sides: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         self._grads: list[tuple[Tensor, Tensor] | None] = [None] * num_layers

@@ -32,7 +32,7 @@ END_LENGTH = 11
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """Where the sequences of a run begin."""
+    """The positions at which the sequences of a run begin."""
 
     position: int = 0
     """The position of their first token, which tells transformers how long they are."""

@@ -111,7 +111,7 @@ def _one_builder(folder: Path) -> Iterator[None]:
 
 
 def kernels_folder() -> Path:
-    """Where compiled kernels are kept."""
+    """The directory of compiled kernels."""
     home = Path(os.environ.get("TURNWISE_HOME") or "~/.cache/turnwise")
     return home.expanduser().absolute() / "kernels"
 

@@ -56,7 +56,7 @@ class SoftmaxGradients:
 
 @dataclass(frozen=True, slots=True)
 class CacheSlots:
-    """Where rotated keys and values go: `keys` and `values` are [slots, K, D]."""
+    """The memory for rotated keys and values: `keys` and `values` are [slots, K, D]."""
 
     keys: Tensor
     values: Tensor

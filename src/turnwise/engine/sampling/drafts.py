@@ -1,4 +1,4 @@
-"""Where the last tokens of a sequence stood before, and what came after them there.
+"""Finds the earlier places of a sequence's last tokens, and what came after them there.
 
 The index looks at prompts, at replies under way and at finished replies: the attempts of a group, and earlier attempts
 at the same task, often say the same again. It is bounded: the oldest finished replies go first. A table of fixed size

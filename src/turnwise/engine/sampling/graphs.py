@@ -84,7 +84,7 @@ class StepGraphs:
         self.model = model
         self.cache = cache
         self.scratch_slots = [block * cache.block_size for block in scratch_blocks]
-        """Where keys and values of padding go, in each group of layers."""
+        """The slots for keys and values of padding, in each group of layers."""
         self.last_tokens = last_tokens
         """[lanes + 1] int64"""
         assert model.ops.new_graph_recorder is not None, "asked for where steps can be captured"
@@ -92,7 +92,7 @@ class StepGraphs:
 
     @property
     def scratch_lane(self) -> int:
-        """Where the tokens of padding go."""
+        """The slot for the tokens of padding."""
         return len(self.last_tokens) - 1
 
     def draw_to_lanes(self, logits: Tensor, temperatures: Tensor, drawn: Tensor, lanes: Tensor) -> Tensor:

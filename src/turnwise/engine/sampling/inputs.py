@@ -21,7 +21,7 @@ from turnwise.engine.sampling.kvcache import KvCache
 from turnwise.engine.sampling.requests import Ahead, Row, Step
 
 ALTERNATIVES = np.uint64(1 << 32)
-"""Where samples would be counted to, alternatives to prompt tokens begin."""
+"""The number of the first alternative to a prompt token; samples are numbered below it."""
 
 
 def step_inputs(step: Step, cache: KvCache, last_tokens: Tensor) -> tuple[Tensor, Tensor, PagedPlan | GroupedPlan]:

@@ -152,11 +152,6 @@ class BlockPool:
         self._users[block] = 1
         return block
 
-    @property
-    def num_used(self) -> int:
-        """Blocks that some sequence holds."""
-        return self.num_blocks - self.num_available
-
     def allocate_many(self, count: int) -> list[int]:
         """Take `count` blocks for one user, who must have checked that they are available."""
         blocks = [block for block in (self.allocate() for _ in range(count)) if block is not None]

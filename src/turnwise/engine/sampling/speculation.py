@@ -187,7 +187,7 @@ class Speculation:
 
     @property
     def num_followed(self) -> int:
-        """Running rows that it keeps something of."""
+        """Running rows that it keeps something of: 0 when nothing runs, or memory is lost."""
         return len(self._followed)
 
     def plan(self, rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
@@ -287,7 +287,7 @@ class Speculation:
         return _Plan(row, match, chances) if chances else None
 
     def _follow(self, row: Row) -> Match | None:
-        """Where a row's next tokens may stand, after its newest tokens were compared with the last guess."""
+        """The place of a row's likely next tokens, after its newest tokens were compared with the last guess."""
         followed, tokens = self._followed.get(row), row.tokens
         if followed is None:
             self.index.add_prompt(row.request.prompt)

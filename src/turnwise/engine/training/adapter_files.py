@@ -26,10 +26,11 @@ from torch import Tensor
 from turnwise.engine.model.lora import LORA_ALPHA, LoraWeights, num_parameters, split_pairs
 from turnwise.engine.training.peft_names import SavedPair, from_peft, peft_targets, to_peft
 from turnwise.errors import CheckpointError
+from turnwise.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from turnwise.models.linears import Shape, linear_kind
 from turnwise.types import LoraConfig
 
-CONFIG_FILE, WEIGHTS_FILE, OPTIMIZER_FILE = "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
 HEAD_FILE = "value_head.safetensors"
 _PREFIX = "base_model.model."
 _BASE_OF_HEAD = (".base_layer.weight", ".base_layer.bias")
@@ -64,11 +65,11 @@ def write_adapter(
             stem, own_a, own_b = to_peft(name, a.detach().cpu(), b.detach().cpu())
             tensors[f"{_PREFIX}{stem}.lora_A.weight"] = own_a.contiguous()
             tensors[f"{_PREFIX}{stem}.lora_B.weight"] = own_b.contiguous()
-        save_tensors(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_tensors(tensors, temporary / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         for name, content in (more or {}).items():
             save_tensors(content.tensors, temporary / name, metadata=content.metadata)
         config = json.dumps(_peft_config(weights, base_model), indent=2)
-        (temporary / CONFIG_FILE).write_text(config + "\n")
+        (temporary / ADAPTER_CONFIG).write_text(config + "\n")
 
 
 @contextmanager
@@ -132,11 +133,11 @@ def _move(temporary: Path, directory: Path) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG_FILE
+    path = directory / ADAPTER_CONFIG
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} is not an adapter: it has no {CONFIG_FILE}") from None
+        raise CheckpointError(f"{directory} is not an adapter: it has no {ADAPTER_CONFIG}") from None
     except (OSError, json.JSONDecodeError) as cause:
         raise CheckpointError(f"{path} cannot be read: {cause}") from cause
     if config.get("peft_type") != "LORA":
@@ -210,7 +211,7 @@ def read_head(directory: Path, hidden_size: int) -> Tensor:
 
 def read_pairs(directory: Path) -> dict[str, SavedPair]:
     """A, B and scale of every matrix that a saved adapter changes, in float32."""
-    tensors = load_tensors(directory / WEIGHTS_FILE)
+    tensors = load_tensors(directory / ADAPTER_WEIGHTS)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for key in tensors:
         if key.endswith(".lora_A.weight"):

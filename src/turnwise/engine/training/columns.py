@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from turnwise.engine.training.losses import Loss, LossColumns, make_loss
 from turnwise.engine.training.preference_losses import PreferenceLoss
 from turnwise.errors import DataError
-from turnwise.losses.table import ClippedOptions
+from turnwise.losses.table import ClippedOptions, is_imitation
 from turnwise.runtime.suggest import did_you_mean
 from turnwise.types import Datum, ModelInput, TensorData
 
@@ -248,9 +248,9 @@ def _check_keys(inputs: Mapping[str, TensorData], loss: AnyLoss) -> None:
             if key == "old_logprobs" and isinstance(loss, Loss):
                 who = f"{who} with correction={loss.terms.correction!r}"
             raise DataError(f"{who} needs {key} in loss_fn_inputs, and {came} came; send {KNOWN_INPUTS[key]}")
-    if loss.name == "cross_entropy" and not inputs.keys() & {"weights", "mask"}:
+    if is_imitation(loss.name) and not inputs.keys() & {"weights", "mask"}:
         hint = KNOWN_INPUTS["weights"]
-        raise DataError(f"cross_entropy needs weights (or mask) in loss_fn_inputs, and {came} came; send {hint}")
+        raise DataError(f"{loss.name} needs weights (or mask) in loss_fn_inputs, and {came} came; send {hint}")
 
 
 def _to_array(key: str, tensor: TensorData) -> np.ndarray:

@@ -38,7 +38,7 @@ dist: Any = torch.distributed  # stores and groups have no type stubs
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the learners find each other to write or read files together, and how long they wait."""
+    """The store through which the learners meet to write or read files together, and how long they wait."""
 
     store: Any
     """Nothing else uses it."""

@@ -43,7 +43,7 @@ class Chat:
 
     @property
     def replies(self) -> list[int]:
-        """Where the assistant speaks."""
+        """The positions of the assistant's messages."""
         return [index for index, message in enumerate(self.messages) if message.role == "assistant"]
 
 

@@ -52,7 +52,7 @@ _END = "() => [WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL]"
 
 @cache
 def miniwob_folder() -> Path:
-    """Where the package has its pages. It is found without being imported, because it imports selenium."""
+    """The directory of the package's pages. It is found without being imported, because it imports selenium."""
     found = find_spec("miniwob")
     if found is None or found.origin is None:
         raise ConfigError("site=miniwob needs the pages of MiniWoB++: pip install 'turnwise[miniwob]'")

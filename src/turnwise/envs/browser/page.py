@@ -1,3 +1,4 @@
+# Playwright is an extra and is not there where types are checked; its objects have no types then.
 # pyright: basic
 """One page of a real Chromium for one attempt: open an app, look, act, look again.
 

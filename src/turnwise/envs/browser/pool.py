@@ -1,3 +1,4 @@
+# Playwright is an extra and is not there where types are checked; its objects have no types then.
 # pyright: basic
 """Chromium processes and their pages, shared by all attempts of this process.
 
@@ -52,7 +53,7 @@ EXECUTABLES = (
     "headless_shell",
     *("chromium", "chromium-browser", "google-chrome"),
 )
-"""Where a Chromium is looked for. The headless shell comes first: it has no windows, and takes half of the CPU time."""
+"""Places to look for a Chromium. The headless shell comes first: it has no windows, and takes half of the CPU time."""
 
 FLAGS = (
     "--disable-gpu",
@@ -339,7 +340,7 @@ def shared_pool(executable: str | None = None) -> BrowserPool:
 
 
 def close_pools() -> None:
-    """End all browsers now, instead of after `IDLE_S`. The next page starts new ones."""
+    """End all browsers now, not after `IDLE_S`, for a program that counts them. The next page starts new ones."""
     with _lock:
         pools = list(_pools.values())
         _pools.clear()

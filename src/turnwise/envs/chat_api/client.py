@@ -1,7 +1,5 @@
 """Clients of the `openai` package whose requests go to a function of this process; nothing is sent anywhere."""
 
-# pyright: basic
-
 from __future__ import annotations
 
 import asyncio
@@ -10,7 +8,8 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from turnwise.envs.chat_api.bodies import ChatBody
 from turnwise.envs.chat_api.messages import Reply
@@ -19,6 +18,14 @@ from turnwise.errors import ConfigError, TurnwiseError
 Ask = Callable[[bytes], tuple[ChatBody, "Future[Reply]"]]
 """Takes the body of a chat request; gives it back parsed, with the reply to come."""
 ADDRESS = "http://turnwise.invalid/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A request that the policy answers."""
+
+    body: ChatBody
+    reply: Future[Reply]
 
 
 def _packages() -> tuple[Any, Any]:
@@ -36,7 +43,7 @@ def make_client(ask: Ask) -> Any:
 
     def answer(request: Any) -> Any:
         begun = _begin(httpx, ask, request.method, request.url.path, request.read())
-        return _finish(httpx, begun[0], begun[1].result()) if isinstance(begun, tuple) else begun
+        return _finish(httpx, begun.body, begun.reply.result()) if isinstance(begun, _Begun) else begun
 
     http = httpx.Client(transport=httpx.MockTransport(answer))
     return openai.OpenAI(base_url=ADDRESS, api_key="none", max_retries=0, timeout=None, http_client=http)
@@ -48,9 +55,9 @@ def make_async_client(ask: Ask) -> Any:
 
     async def answer(request: Any) -> Any:
         begun = _begin(httpx, ask, request.method, request.url.path, await request.aread())
-        if not isinstance(begun, tuple):
+        if not isinstance(begun, _Begun):
             return begun
-        return _finish(httpx, begun[0], await asyncio.wrap_future(begun[1]))
+        return _finish(httpx, begun.body, await asyncio.wrap_future(begun.reply))
 
     http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     return openai.AsyncOpenAI(base_url=ADDRESS, api_key="none", max_retries=0, timeout=None, http_client=http)
@@ -61,7 +68,7 @@ def _begin(httpx: Any, ask: Ask, method: str, path: str, content: bytes) -> Any:
     if (method, path) != ("POST", "/v1/chat/completions"):
         return httpx.Response(404, json=_error(f"{method} {path} is not here; an agent in training may only chat"))
     try:
-        return ask(content)
+        return _Begun(*ask(content))
     except TurnwiseError as error:
         return httpx.Response(400, json=_error(str(error)))
 
@@ -77,9 +84,10 @@ def _finish(httpx: Any, body: ChatBody, reply: Reply) -> Any:
     if not body.stream:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
         return httpx.Response(200, json={**head, "object": "chat.completion", "choices": [choice]})
-    calls = [{**call, "index": index} for index, call in enumerate(message.pop("tool_calls", None) or [])]  # type: ignore[arg-type]
-    delta = {**message, "tool_calls": calls} if calls else message
-    chunks = [
+    asked = cast("list[dict[str, Any]]", message.pop("tool_calls", None) or [])
+    calls = [{**call, "index": index} for index, call in enumerate(asked)]
+    delta: dict[str, Any] = {**message, "tool_calls": calls} if calls else message
+    chunks: list[dict[str, Any]] = [
         {**head, "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": part, "finish_reason": end}]}
         for part, end in ((delta, None), ({}, reason))
     ]

@@ -4,15 +4,13 @@ Tools are described in the system message, in the words of `turnwise.envs.tools`
 blocks that its worlds use. So a policy that learned to use tools in a world can use them here, and the other way round.
 """
 
-# pyright: basic
-
 from __future__ import annotations
 
 import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from turnwise.envs.chat_api.bodies import MessageBody, ToolBody, read_arguments
 from turnwise.envs.tools import CALL_FORMAT, parse_tool_calls
@@ -77,13 +75,13 @@ def describe_tools(tools: Sequence[ToolBody]) -> str:
 def _describe(tool: ToolBody) -> str:
     function = tool.function
     schema = function.parameters or {}
-    properties = schema.get("properties") or {}
+    properties: Any = schema.get("properties") or {}
     required = schema.get("required") or ()
     if not isinstance(properties, dict):
         raise DataError(f"tool {function.name}: parameters.properties is not an object")
     arguments = [
         f"{name}: {_type_name(inner)}" + _default(inner, is_required=name in required)
-        for name, inner in properties.items()
+        for name, inner in cast(dict[str, Any], properties).items()
     ]
     line = f"- {function.name}({', '.join(arguments)}): {function.description or ''}".rstrip()
     if len(line) > MAX_CALL_TEXT:
@@ -101,12 +99,13 @@ def _type_name(schema: Any) -> str:
     """The short name of a type, or the whole schema if the type has no short name."""
     if not isinstance(schema, dict) or not schema:
         return "any"
-    if isinstance(schema.get("enum"), list):
-        return "|".join(str(value) for value in schema["enum"])
-    if isinstance(schema.get("anyOf"), list):
-        return "|".join(_type_name(option) for option in schema["anyOf"])
-    if schema.get("type") in ("string", "integer", "number", "boolean", "null"):
-        return str(schema["type"])
+    known = cast(dict[str, Any], schema)
+    if isinstance(known.get("enum"), list):
+        return "|".join(str(value) for value in known["enum"])
+    if isinstance(known.get("anyOf"), list):
+        return "|".join(_type_name(option) for option in known["anyOf"])
+    if known.get("type") in ("string", "integer", "number", "boolean", "null"):
+        return str(known["type"])
     return json.dumps(schema, separators=(",", ":"))
 
 

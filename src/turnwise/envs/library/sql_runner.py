@@ -137,7 +137,7 @@ class SqlRunner:
 
     @property
     def idle_pids(self) -> tuple[int, ...]:
-        """The pids of workers that wait for a query."""
+        """The pids of workers that wait for a query: a look for processes that were left behind takes them off."""
         with self._lock:
             return tuple(worker.pid for worker in self._idle)
 

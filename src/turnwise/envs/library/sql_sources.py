@@ -1,4 +1,4 @@
-"""Where the questions of `text_to_sql` come from: small generated databases, Spider or BIRD, or any database.
+"""Sources of the questions of `text_to_sql`: small generated databases, Spider or BIRD, or any database.
 
 `SchemaSource` asks about databases that exist: SQLite files, the generated shop, or a PostgreSQL server. It reads the
 schema, draws questions (`sql_schema_questions.py`), runs their golds twice (on the database and on its changed copy)

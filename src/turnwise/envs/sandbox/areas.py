@@ -1,4 +1,4 @@
-"""Where a session's files are on the host, and how they are copied for a snapshot or a fork.
+"""Keeps a session's files on the host, and copies them for a snapshot or a fork.
 
     with an overlay      base/    what the session began with; never changed, shared by a session and its forks
                          upper/   what it changed; a copy of this is a snapshot

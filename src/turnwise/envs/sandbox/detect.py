@@ -38,7 +38,7 @@ _MIN_IDS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonPlace:
-    """Where the host's interpreter is, and where the sandbox sees it."""
+    """The path of the interpreter on the host, and in the sandbox."""
 
     source: Path | None
     """The folder to mount. None if it is below /usr, which the sandbox sees anyway."""

@@ -70,7 +70,7 @@ class Launch:
     directory: str
     pass_fds: tuple[int, ...] = ()
     status_fd: int | None = None
-    """Where bubblewrap reports its state. None without bubblewrap."""
+    """The file descriptor to which bubblewrap writes its state. None without bubblewrap."""
     close_after_start: tuple[int, ...] = ()
     user_id: int | None = None
     """All processes of this user are killed at the end. Set if there is no pid namespace that ends them."""

@@ -127,7 +127,7 @@ class SamplerRow:
     """`base`, `checkpoint` or `published`: a copy of a training client's weights that has no name."""
     model_path: str | None = None
     directory: str | None = None
-    """Where published weights are on disk; None: in memory only."""
+    """The directory of published weights; None: in memory only."""
     created_at: float
     num_joined: int = 0
 

@@ -25,6 +25,7 @@ from turnwise.client.checkpoints import (
     verify,
 )
 from turnwise.errors import CheckpointError
+from turnwise.models.directories import ADAPTER_CONFIG
 from turnwise.service.failures import HttpFailure, not_found
 from turnwise.service.store.store import OwnedCheckpointRow, Store, iso
 
@@ -87,7 +88,7 @@ class OwnedCheckpoints:
         def fill_for_clients(directory: Path) -> None:
             fill(directory)
             # Clients know the base model by its name; PEFT's file would tell them our directory.
-            file = directory / "adapter_config.json"
+            file = directory / ADAPTER_CONFIG
             config = {**json.loads(file.read_text(encoding="utf-8")), "base_model_name_or_path": row.base_model}
             file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from turnwise.errors import ConfigError, DataError
-from turnwise.losses.table import LOSSES
+from turnwise.losses.table import LOSSES, is_imitation
 from turnwise.service.wire import proto as pb
 from turnwise.service.wire import schemas
 from turnwise.types import (
@@ -181,7 +181,7 @@ def _with_mask(datum: Datum, loss_fn: str) -> Datum:
         return datum
     ones = TensorData.from_numpy(np.ones(len(inputs["target_tokens"]), dtype=np.float32))
     added = {"mask": ones}
-    if loss_fn == "cross_entropy" and "weights" not in inputs:
+    if is_imitation(loss_fn) and "weights" not in inputs:
         added["weights"] = ones
     return Datum(model_input=datum.model_input, loss_fn_inputs={**inputs, **added})
 

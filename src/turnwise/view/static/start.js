@@ -2,7 +2,7 @@
 (() => {
 "use strict";
 const { h } = tw;
-const PULSE_MS = 1500;
+const LOOK_MS = 1500;
 const KEYS = [["/", "search"], ["j  k", "next, previous row"], ["Enter", "open the row"], ["[  ]", "previous, next attempt of the group"], ["c", "compare with the next attempt of the group"], ["u", "up one page"], ["t", "dark or light"], ["?", "this list"]];
 let current = null, turn = 0;
 
@@ -30,12 +30,12 @@ const open = async () => {
 };
 
 let known = null, isBusy = false;
-const pulse = async () => {
+const lookForChanges = async () => {
   if (tw.exported || document.hidden || isBusy) return;
   isBusy = true;
   const live = document.getElementById("live");
   try {
-    const { revisions } = await tw.ask("pulse");
+    const { revisions } = await tw.ask("revisions");
     const isTraining = Object.values(revisions).some((text) => text.endsWith("/live"));
     live.className = `live ${isTraining ? "on" : ""}`;
     live.textContent = isTraining ? "live" : "";
@@ -87,6 +87,6 @@ tw.setTheme(tw.theme());
 document.getElementById("theme").addEventListener("click", tw.switchTheme);
 document.getElementById("help").addEventListener("click", showKeys);
 window.addEventListener("hashchange", open);
-open().then(pulse);
-setInterval(pulse, PULSE_MS);
+open().then(lookForChanges);
+setInterval(lookForChanges, LOOK_MS);
 })();
