@@ -45,7 +45,7 @@ def refused(work: Callable[[], Any]) -> str:
 
 
 def ask(peer: LearnerPeer) -> int:
-    peer.send("which GPU?")
+    peer.send("which GPU?", HANG_S)
     assert peer.has_answer(HANG_S), peer.why()
     return int(peer.receive()[1])
 
