@@ -55,6 +55,6 @@ class OpenStep:
     """A step that has begun and is not written down yet."""
 
     version: int
-    """Of the weights before it."""
+    """The version of the weights before it."""
     batches: list[Batch] = field(default_factory=list[Batch])
     """What it was given."""

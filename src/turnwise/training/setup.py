@@ -119,7 +119,7 @@ class Setup:
                 "opponents": num_panel(self.config, self.parts.world),
             },
         )
-        if plan.memory is not None and plan.memory.device.kind == "cuda" and self.card is None:
+        if plan.memory is not None and plan.memory.device.facts.has_own_memory and self.card is None:
             whole = find_device(engine).total_bytes
             check_server_fits(engine, cluster, self.parts.rollout, needed=plan.memory.num_needed, total=whole)
         return plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from turnwise.engine.config import ClusterConfig, EngineConfig
-from turnwise.engine.device_info import choose_device, num_gpus
+from turnwise.engine.device_info import choose_device, is_cpu_chosen, num_gpus
 from turnwise.engine.machine_share import count_here
 from turnwise.errors import ConfigError
 from turnwise.rollout.config import RolloutConfig
@@ -20,7 +20,7 @@ def choose_server_gpus(engine: EngineConfig, cluster: ClusterConfig, rollout: Ro
 
     Raises a `ConfigError` if this machine has too few, or if Ray gives the others to learners.
     """
-    if rollout.url or rollout.backend not in DEFAULT_SHARE or engine.device == "cpu":
+    if rollout.url or rollout.backend not in DEFAULT_SHARE or is_cpu_chosen(engine):
         return ()
     device = choose_device(engine)[0]
     gpus, size = num_gpus(device.type), rollout.tensor_parallel_size
