@@ -109,11 +109,6 @@ def find_device(config: EngineConfig) -> DeviceInfo:
     return DeviceInfo(kind=device.type, dtype=name, why=why, free_bytes=free, total_bytes=total)
 
 
-def is_cpu_chosen(config: EngineConfig) -> bool:
-    """Whether the user wants no GPU, even if there is one."""
-    return config.device == "cpu"
-
-
 def device_name(device: torch.device) -> str:
     """What the maker calls a GPU, such as `NVIDIA H200`; the kind of any other device."""
     import torch
