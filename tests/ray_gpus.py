@@ -45,7 +45,7 @@ def refused(work: Callable[[], Any]) -> str:
 
 
 def ask(peer: LearnerPeer) -> int:
-    peer.send("which GPU?")
+    peer.send("which GPU?", HANG_S)
     assert peer.has_answer(HANG_S), peer.why()
     return int(peer.receive()[1])
 
@@ -55,7 +55,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     ray_cluster.PLACE_S = ray_peers.PLACE_S = HANG_S
     ray = importlib.import_module("ray")
-    ray.init(num_cpus=4, num_gpus=NUM_GPUS, include_dashboard=False, object_store_memory=80 * 2**20)
+    ray.init("local", num_cpus=4, num_gpus=NUM_GPUS, include_dashboard=False, object_store_memory=80 * 2**20)
     ray_peers.LearnerActor = Learner  # type: ignore[misc]
     ray_peers.MAX_CALLS = 4  # of an actor whose calls have a thread each
     cluster = RayCluster(CLUSTER, has_gpu=True, is_cpu_chosen=False)

@@ -6,11 +6,15 @@ from pathlib import Path
 
 from turnwise.training.memory_table import (
     GIB,
+    MEASURED,
     facts_of_shape,
     long_memory,
     long_table,
+    measured_table,
     memory_of,
+    parts_table,
     pass_operations,
+    planned_bytes,
     table,
 )
 
@@ -18,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 
 
 def test_the_page_holds_the_tables_that_the_plan_computes() -> None:
-    for one in (table(), long_table()):
+    for one in (table(), parts_table(), measured_table(), long_table()):
         assert one in PAGE.read_text(encoding="utf-8"), "run python -m turnwise.training.memory_table"
 
 
@@ -44,3 +48,8 @@ def test_the_time_of_an_attempt_grows_with_the_square_of_its_attention() -> None
     short, long, longer = (pass_operations(tokens) for tokens in (32768, 65536, 131072))
     assert 2 < long / short < 4
     assert long / short < longer / long < 4
+
+
+def test_what_is_planned_is_no_less_than_what_was_measured_and_at_most_a_tenth_more() -> None:
+    for sequences, tokens, measured in MEASURED:
+        assert 1 <= planned_bytes(sequences * tokens) / (measured * GIB) <= 1.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -59,6 +60,21 @@ def test_two_learners_train_what_one_trains(engines: tuple[Engine, ReplicatedEng
     assert relative_error(ours[1].flat, ours[0].flat) < 1e-5
     for engine, own in both:
         engine.drop_adapter(own)
+
+
+def test_three_learners_train_all_weights_as_one_does(
+    engines: tuple[Engine, ReplicatedEngine], model_dirs: dict[str, Path]
+) -> None:
+    cluster = ClusterConfig(learners=3, deadline_s=60)
+    three = ReplicatedEngine(model_dirs["qwen3"], CONFIG, cluster, name="three")
+    try:
+        alone, together = ((one, create(one, "full")) for one in (engines[0], three))
+        histories = [train(one, own, "grpo", 3) for one, own in (alone, together)]
+        for expected, found in zip(*histories, strict=True):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert relative_error(together[1].flat, alone[1].flat) < 1e-5
+    finally:
+        three.close()
 
 
 @pytest.mark.parametrize("kind", ["lora", "full", "critic"])
@@ -137,7 +153,7 @@ class AbsentPeer:
 
     rank, name, is_gone = 1, "nobody", False
 
-    def send(self, message: object) -> None:
+    def send(self, message: object, deadline_s: float) -> None:  # noqa: ARG002
         self.is_asked_to_meet = isinstance(message, MeetCall)
 
     def has_answer(self, wait_s: float = 0.0) -> bool:  # noqa: ARG002
@@ -168,6 +184,29 @@ def test_learners_that_do_not_meet_are_told_with_the_seconds_that_they_had(
             create(engine, "lora")
     finally:
         engine.close()
+
+
+def test_a_learner_that_is_stopped_is_missed_although_it_reads_nothing_of_a_large_batch(
+    model_dirs: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    others = processes_below(os.getpid())
+    cluster = ClusterConfig(learners=2, deadline_s=12)
+    engine = ReplicatedEngine(model_dirs["llama"], CONFIG, cluster, name="two")
+    alone = Engine(model_dirs["llama"], CONFIG, name="one")
+    try:
+        pairs = [(one, create(one, "lora")) for one in (alone, engine)]
+        (learner,) = processes_below(os.getpid()) - others
+        os.kill(learner, signal.SIGSTOP)
+        large = [copy.deepcopy(datum) for _ in range(100) for datum in TREES]  # 0.7 MB
+        for one, policy in pairs:
+            run(one.forward_backward(policy, large, "importance_sampling", None))
+            one.optim_step(policy, STEP)
+        assert engine.num_restarts == 1
+        assert f"learner 1 (process {learner}) was asked to take a call and does not answer" in caplog.text
+        assert relative_error(pairs[1][1].exp_avg, pairs[0][1].exp_avg) < 1e-5
+    finally:
+        engine.close()
+        alone.close()
 
 
 def test_a_step_in_which_learners_die_ends_where_one_process_ends(

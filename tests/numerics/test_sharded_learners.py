@@ -91,6 +91,31 @@ def test_each_learner_holds_half_of_the_base_weights(engines: tuple[Engine, Shar
     two.drop_adapter(full)
 
 
+def test_parts_of_two_learners_go_on_with_three_and_then_with_one(
+    engines: tuple[Engine, ShardedEngine], model_dirs: dict[str, Path], tmp_path: Path
+) -> None:
+    one, two = engines
+    reference = create(one, "full")
+    train(one, reference, "grpo", 4)
+    three = ShardedEngine(model_dirs["qwen3"], CONFIG, SHARDED.model_copy(update={"learners": 3}), name="three")
+    try:
+        before: Path | None = None
+        for engine, steps in ((two, 1), (three, 2), (one, 1)):
+            own = create(engine, "full")
+            if before is not None:
+                engine.load_adapter(own, before, with_optimizer=True)
+            train(engine, own, "grpo", steps)
+            before = tmp_path / engine.name
+            engine.save_adapter(own, before, with_optimizer=True)
+            written = {path.name for path in before.rglob("*.distcp")}
+            assert len(written) == {one: 0, two: 2, three: 3}[engine], "every learner writes its own file"
+        assert own.num_steps == 4
+        assert relative_error(whole(one, own, "masters"), whole(one, reference, "masters")) < 1e-5
+        assert relative_error(whole(one, own, "exp_avg"), whole(one, reference, "exp_avg")) < 1e-5
+    finally:
+        three.close()
+
+
 def test_a_sharded_checkpoint_goes_on_with_another_count_of_learners(
     engines: tuple[Engine, ShardedEngine], tmp_path: Path
 ) -> None:

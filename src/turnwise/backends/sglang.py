@@ -292,9 +292,8 @@ class SglangPublisher(ServerPublisher):
         )
 
     def server_command(self) -> ServerCommand:
-        return ServerCommand(
-            name="SGLang", arguments=self._arguments, environment={"PYTHONPATH": "", RAW_VARIABLE: "0"}
-        )
+        environment = {"PYTHONPATH": "", RAW_VARIABLE: "0", **self.gpu_variables()}
+        return ServerCommand(name="SGLang", arguments=self._arguments, environment=environment)
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
         if adapter is not None:

@@ -80,7 +80,8 @@ class VllmPublisher(ServerPublisher):
 
     def server_command(self) -> ServerCommand:
         self.check_device()
-        return ServerCommand(name="vLLM", arguments=self._arguments, environment=self.environment())
+        environment = {**self.environment(), **self.gpu_variables()}
+        return ServerCommand(name="vLLM", arguments=self._arguments, environment=environment)
 
     def check_device(self) -> None:
         """Refuse what vLLM cannot do on this device, before an engine is started for it."""

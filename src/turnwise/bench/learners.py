@@ -5,7 +5,7 @@ A step is the gradient of a batch, summed over the learners, and AdamW's update.
 
 `speedup` is by the clock, and needs as many free cores as there are learners. `speedup_by_cpu_time` also holds on a
 machine that is busy: the CPU time of one process for a step, divided by that of the learner which needs most. It leaves
-out what learners wait for each other.
+out what learners wait for each other. `lowest_speedup` and `highest_speedup` are those of single rounds.
 """
 
 from __future__ import annotations
@@ -40,19 +40,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.side != "both":
         return _run_side(args)
     runs: dict[int, list[dict[str, Any]]] = {1: [], args.learners: []}
+    loads: list[float] = []
     for _ in range(args.rounds):
         for count, own in runs.items():
+            loads.append(os.getloadavg()[0])
             own.append(_start(args, count))
+    speedups = [two["tokens_per_s"] / one["tokens_per_s"] for one, two in zip(*runs.values(), strict=True)]
     alone, together = (median_of(runs[count], "tokens_per_s") for count in (1, args.learners))
     return {
         "bench": "learners",
         "model": args.model,
         "machine": runs[1][0]["machine"],
-        "load": f"{args.sequences} x {args.tokens} tokens, {args.weights}, with AdamW",
+        "load": f"{args.sequences} x {args.tokens} tokens, {args.weights}, with AdamW; load average "
+        f"{min(loads):.1f} to {max(loads):.1f}",
         "learners": args.learners,
         "tokens_per_s": together,
         "one_learner_tokens_per_s": alone,
         "speedup": together / alone,
+        "lowest_speedup": min(speedups),
+        "highest_speedup": max(speedups),
         "one_learner_cpu_s": median_of(runs[1], "cpu_s"),
         "busiest_learner_cpu_s": median_of(runs[args.learners], "cpu_s"),
         "speedup_by_cpu_time": median_of(runs[1], "cpu_s") / median_of(runs[args.learners], "cpu_s"),

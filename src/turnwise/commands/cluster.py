@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from dataclasses import replace
 from typing import Any
 
 from turnwise.commands.cluster_simulate import add_simulate_parser, run_simulate
@@ -11,6 +13,7 @@ _EXAMPLES = """\
 examples:
   turnwise cluster plan guess_number model=tiny cluster.learners=2 cluster.env_workers=4
   turnwise cluster plan my_run.yaml model.train=full cluster.learners=8 cluster.address=auto
+  turnwise cluster plan guess_number --card 80 model=smollm2 cluster.learners=8 cluster.shard=true
   turnwise cluster simulate --from runs/NAME --devices 8,64,512,4096
 """
 
@@ -32,8 +35,25 @@ def add_parser(subparsers: Any) -> None:
         description="Print where the processes of a run go, what they hold and what they send. Nothing is trained.",
     )
     plan.add_argument("name", help="a preset, a YAML file or a world, as for turnwise train")
+    plan.add_argument(
+        "--card",
+        type=parse_card,
+        metavar="GIB",
+        help="plan for machines whose engines each have a GPU with so many GiB, in place of this machine's device",
+    )
     plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="options of the run")
     add_simulate_parser(actions)
+
+
+def parse_card(text: str) -> float:
+    """GiB of a GPU, above 0."""
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected GiB of a GPU, such as 80")
+    return gib
 
 
 def run(options: argparse.Namespace) -> int:
@@ -42,9 +62,11 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.action == "simulate":
         return run_simulate(options)
-    from turnwise.training.cluster_plan import cluster_lines
+    from turnwise.training.cluster_plan import cluster_lines, make_card
     from turnwise.training.setup import read_config, set_up_new
 
     setup = set_up_new(read_config(options.name, options.overrides))
+    if options.card is not None:
+        setup = replace(setup, card=make_card(options.card, setup.config.engine.dtype))
     print("\n".join([*setup.plan_lines(), "", *cluster_lines(setup)]))
     return 0

@@ -17,7 +17,7 @@ from turnwise.runtime.torchrun import read_world
 
 
 def count_here(count: int, cluster: ClusterConfig) -> int:
-    """The number of a run's `count` engines that are on this machine with the first learner, itself among them.
+    """How many of `count` engines of a run are on the first learner's machine, itself among them.
 
     With Ray it is the first learner alone, as far as is known before the others are placed: each has a GPU of its own.
     """

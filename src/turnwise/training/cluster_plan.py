@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from turnwise.engine.budget import FLOAT32_BYTES, format_bytes
-from turnwise.engine.config import ClusterConfig
-from turnwise.engine.device_info import find_device, num_gpus
+from turnwise.engine.budget import FLOAT32_BYTES, GIB, format_bytes
+from turnwise.engine.device_info import DeviceInfo, choose_dtype, num_gpus
+from turnwise.engine.machine_share import count_here
 from turnwise.training.memory import Memory
-from turnwise.training.plan import attempts_per_task
+from turnwise.training.plan import Plan, attempts_per_task
 from turnwise.training.setup import Setup
 
 DATUM_BYTES = 48
@@ -31,18 +32,23 @@ class ClusterTraffic:
     """Requests to env workers."""
     gathered: int = 0
     """Bytes of weights that each learner receives in one training pass, if the learners hold them in parts."""
+    passes: int = 0
+    """Training passes of one learner in one step, at least."""
     pass_gradients: int = 0
     """Bytes of gradients that each learner sends in one training pass, if all weights are trained in parts."""
     published: int = 0
     """Bytes of new weights that each sampler receives, if there are several."""
 
 
-def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:
-    """Compute what the processes of a run send each other in one step.
+def make_card(gib: float, dtype: str) -> DeviceInfo:
+    """A GPU that this machine does not have, with nothing on it."""
+    size = round(gib * GIB)
+    return DeviceInfo(kind="cuda", dtype=choose_dtype("cuda", dtype)[0], free_bytes=size, total_bytes=size)
 
-    Args:
-        num_trained: Parameters of the policy that are trained.
-    """
+
+def estimate_traffic(setup: Setup, plan: Plan) -> ClusterTraffic:
+    """Compute what the processes of a run send each other in one step."""
+    num_trained, memory = plan.num_trained_parameters, plan.memory
     config, rollout = setup.config, setup.parts.rollout
     learners, train = config.cluster.learners, config.train
     model = config.model.model_copy(update={"train_unembed": False, "rank": config.critic.rank or config.model.rank})
@@ -57,22 +63,23 @@ def estimate_traffic(setup: Setup, num_trained: int) -> ClusterTraffic:
         datums=tokens * DATUM_BYTES * others // learners,
         state=START_STATES * trained if others else 0,
         env_requests=attempts * (rollout.max_turns + 2) if config.cluster.env_workers else 0,
-        gathered=_gathered_bytes(setup) * others // learners if config.cluster.shard else 0,
+        gathered=_gathered_bytes(setup, memory) * others // learners if config.cluster.shard else 0,
+        passes=math.ceil(tokens / learners / memory.num_pass_tokens) if memory is not None else 0,
         pass_gradients=in_parts * FLOAT32_BYTES * others // learners,
         published=num_trained * FLOAT32_BYTES if config.cluster.has_fleet else 0,
     )
 
 
-def _gathered_bytes(setup: Setup) -> int:
+def _gathered_bytes(setup: Setup, memory: Memory | None) -> int:
     """Blocks twice, forward and backward, and what lies outside them twice."""
-    device = find_device(setup.config.engine_in_use)
-    return 2 * setup.facts.num_parameters * device.dtype_bytes
+    assert memory is not None, "weights in parts are not at a service elsewhere"
+    return 2 * setup.facts.num_parameters * memory.device.dtype_bytes
 
 
 def cluster_lines(setup: Setup) -> list[str]:
     """The plan of a run's processes, for a person."""
     plan = setup.make_plan()
-    traffic, cluster = estimate_traffic(setup, plan.num_trained_parameters), setup.config.cluster
+    traffic, cluster = estimate_traffic(setup, plan), setup.config.cluster
     lines = [f"learner {rank:<4} {_place(setup, rank, plan.memory)}" for rank in range(cluster.learners)]
     if cluster.has_own_samplers:
         memory = setup.make_plan(setup.config.engine_in_use.for_sampling()).memory
@@ -88,6 +95,8 @@ def cluster_lines(setup: Setup) -> list[str]:
     if cluster.shard:
         sent = f", {format_bytes(traffic.pass_gradients)} of gradients from it" if traffic.pass_gradients else ""
         lines += [f"  weights    {format_bytes(traffic.gathered)} to each learner in every training pass{sent}"]
+        in_all = traffic.passes * (traffic.gathered + traffic.pass_gradients)
+        lines += [f"             at least {traffic.passes:,} passes a step: {format_bytes(in_all)}"]
     if cluster.has_fleet:
         lines += [f"  publish    {format_bytes(traffic.published)} to each sampler, {cluster.samplers} of them"]
     lines += [f"  envs       {traffic.env_requests:,} requests to env workers"]
@@ -103,7 +112,7 @@ def _place(setup: Setup, rank: int, memory: Memory | None) -> str:
         return f"{where}; the model is at {setup.config.model.base_url}"
     has_cache = rank == 0 or cluster.samples_too(rank)
     held = memory.total if has_cache else memory.total - memory.kv_cache - memory.merged
-    return f"{where}, {_device(cluster, rank, memory)}: {format_bytes(held)}"
+    return f"{where}, {_device(setup, rank, memory)}: {format_bytes(held)}"
 
 
 def _sampler_place(setup: Setup, number: int, memory: Memory | None) -> str:
@@ -112,12 +121,15 @@ def _sampler_place(setup: Setup, number: int, memory: Memory | None) -> str:
     where = "an actor of Ray" if cluster.uses_ray else "a process of this machine"
     assert memory is not None, "a service elsewhere has its own samplers"
     held = memory.weights * (cluster.learners if cluster.shard else 1) + memory.kv_cache + memory.merged
-    return f"{where}, {_device(cluster, cluster.learners + number, memory)}: {format_bytes(held)} and published weights"
+    return f"{where}, {_device(setup, cluster.learners + number, memory)}: {format_bytes(held)} and published weights"
 
 
-def _device(cluster: ClusterConfig, number: int, memory: Memory) -> str:
+def _device(setup: Setup, number: int, memory: Memory) -> str:
     """The device of one of a run's engines."""
-    gpus = num_gpus(memory.device.kind)
+    if setup.card is not None:
+        return f"a card of {format_bytes(setup.card.total_bytes)}"
+    cluster, gpus = setup.config.cluster, num_gpus(memory.device.kind)
     if not gpus or cluster.uses_ray:
         return memory.device.kind
-    return f"cuda:{number % gpus}" if gpus >= cluster.num_devices else "the GPU that all share"
+    is_enough = gpus >= count_here(cluster.num_devices, cluster)
+    return f"cuda:{number % gpus}" if is_enough else "the GPU that all share"

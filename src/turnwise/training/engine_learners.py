@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 from turnwise.client.base import TrainingClient
 from turnwise.client.local_clients import LocalTrainingClient
+from turnwise.errors import EngineStoppedError
 from turnwise.training.learner_news import LearnerNews, OneLearner, learner_metrics
 
 
@@ -40,8 +41,11 @@ class EngineLearners:
         self._engine.begin_step()
 
     async def undo_step(self) -> bool:
-        worker = self._trainer.worker
-        return await asyncio.wrap_future(worker.run(self._trainer.model_id, lambda _: self._engine.undo_step()))
+        work = self._trainer.worker.run(self._trainer.model_id, lambda _: self._engine.undo_step())
+        try:
+            return await asyncio.wrap_future(work)
+        except EngineStoppedError:  # the error of the learners ended the engine too, which is told already
+            return False
 
 
 def find_learners(trainer: TrainingClient, count: int) -> LearnerNews:

@@ -73,6 +73,11 @@ class Memory:
         """Bytes that the run needs in any case. The KV cache and the passes take what is left."""
         return self.weights + self.merged + self.adapter + self.gathered + self.opponents
 
+    @property
+    def num_needed(self) -> int:
+        """Bytes without which the run cannot begin: it leaves the merged copy out if that does not fit."""
+        return self.weights + self.adapter + self.gathered
+
     def check_fits(self) -> None:
         """Refuse a run whose weights and training state alone are more than the device holds."""
         is_gpu = self.device.facts.has_own_memory

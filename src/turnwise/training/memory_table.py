@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from turnwise.config.config import Config
+from turnwise.engine.budget import training_pass_bytes
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.device_info import DeviceInfo
 from turnwise.models.facts import ModelFacts
@@ -28,7 +29,11 @@ SHAPES: dict[str, dict[str, int | bool]] = {
     "Qwen3 32B": {"layers": 64, "hidden": 5120, "inner": 25600, "heads": 64, "kv": 8, "tied": False},
 }
 PARTS = 8
-"""Learners of `cluster.shard=true` in the table."""
+"""Learners of `cluster.shard=true` in the first table."""
+DEVICES = (1, 2, 4, 8, 16, 64)
+"""Learners in the table of weights in parts."""
+MEASURED_MODEL, MEASURED = "Qwen3 0.6B", ((16, 512, 20.1), (32, 1024, 46.4))
+"""Sequences, their tokens, and the peak in GiB of `turnwise bench train --weights full` on one H200."""
 LONG_MODEL, LONG_TOKENS, LONG_KV_GIB = "Qwen3 8B", (32768, 65536, 131072), 40
 TIMED_TOKENS, TIMED_SECONDS = 65536, 22.4
 """The attempt whose gradient was timed, on one H200; other times are computed from it by their operations."""
@@ -101,6 +106,35 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def parts_table() -> str:
+    """Markdown: what must be on each card when so many learners hold the weights in parts, and the smallest card."""
+    heads = ["Model", "trained", *(f"{count} learner{'s' * (count > 1)}" for count in DEVICES)]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for name in SHAPES:
+        for train, trained in (("lora", "LoRA"), ("full", "all weights")):
+            needed = [_fixed(name, train, learners) for learners in DEVICES]
+            cells = [f"{one / GIB:.1f} GiB, {_smallest_card(one)}" for one in needed]
+            lines.append(f"| {' | '.join([name, trained, *cells])} |")
+    return "\n".join(lines)
+
+
+def planned_bytes(num_tokens: int) -> int:
+    """What the plan says that training all weights of `MEASURED_MODEL` takes, with a pass of so many tokens."""
+    memory, facts = memory_of(MEASURED_MODEL, "full", max(CARDS.values())), facts_of_shape(MEASURED_MODEL)
+    one_pass = training_pass_bytes(facts, memory.device, num_tokens, rank=0, train_unembed=False)
+    return memory.weights + memory.adapter + one_pass
+
+
+def measured_table() -> str:
+    """Markdown: what is planned beside what was measured."""
+    lines = ["| Load | planned | measured | planned / measured |", "|---|---:|---:|---:|"]
+    for sequences, tokens, measured in MEASURED:
+        planned = planned_bytes(sequences * tokens) / GIB
+        load = f"{MEASURED_MODEL}, all weights, {sequences} x {tokens:,} tokens in one pass"
+        lines.append(f"| {load} | {planned:.1f} GiB | {measured:.1f} GiB | {planned / measured:.2f} |")
+    return "\n".join(lines)
+
+
 def long_table() -> str:
     """Markdown: what one attempt of many tokens takes of the largest card, with a KV cache of `LONG_KV_GIB`."""
     passes = ["training pass with `keep`", "training pass as planned"]
@@ -163,6 +197,4 @@ def _smallest_card(needed: int) -> str:
 
 
 if __name__ == "__main__":
-    print(table())
-    print()
-    print(long_table())
+    print("\n\n".join((table(), parts_table(), measured_table(), long_table())))

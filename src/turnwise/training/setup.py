@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from turnwise.backends import find_publisher
+from turnwise.backends.servers.gpus import check_server_fits, choose_server_gpus
 from turnwise.client.local import ServiceClient
 from turnwise.client.remote import RemoteServiceClient
 from turnwise.client.remote_connection import probe
@@ -29,6 +30,7 @@ from turnwise.envs.worlds import check_options, world_parameters
 from turnwise.errors import ConfigError, NotSupportedError
 from turnwise.models import store as model_store
 from turnwise.models.facts import ModelFacts, read_facts
+from turnwise.rollout.config import RolloutConfig
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.assemble import Parts, assemble
 from turnwise.training.checkpoint import (
@@ -80,6 +82,8 @@ class Setup:
     """What the overrides left no reader for, in words."""
     default_name: str = ""
     """What the run is called after where the user chose neither a name nor a directory; empty: the user did."""
+    card: DeviceInfo | None = None
+    """What every engine has in place of this machine's device, where the plan is for other machines."""
 
     def renamed(self) -> Setup:
         """The same run in the next directory that is free, for one that the user gave no name."""
@@ -102,8 +106,8 @@ class Setup:
         Args:
             engine: whose memory the plan tells; None: that of the first learner.
         """
-        engine = engine or self.trainer_engine
-        return make_plan(
+        engine, cluster = engine or self.trainer_engine, self.config.cluster
+        plan = make_plan(
             self.config,
             self.facts,
             self.parts.rollout,
@@ -115,11 +119,22 @@ class Setup:
                 "opponents": num_panel(self.config, self.parts.world),
             },
         )
+        if plan.memory is not None and plan.memory.device.facts.has_own_memory and self.card is None:
+            whole = find_device(engine).total_bytes
+            check_server_fits(engine, cluster, self.parts.rollout, needed=plan.memory.num_needed, total=whole)
+        return plan
+
+    def _server_gpus(self, rollout: RolloutConfig) -> tuple[int, ...]:
+        """GPUs of this machine that a server of the run's own gets."""
+        if self.config.model.base_url or self.card is not None:
+            return ()
+        return choose_server_gpus(self.trainer_engine, self.config.cluster, rollout)
 
     def _find_device(self, engine: EngineConfig) -> DeviceInfo:
-        """An engine's device, with what opponents take of it."""
-        cluster = self.config.cluster
-        device = share_among_engines(find_device(engine), count_here(cluster.num_devices, cluster))
+        """An engine's device, or the card of the plan, with what opponents take of it."""
+        cluster, device = self.config.cluster, self.card
+        if device is None:
+            device = share_among_engines(find_device(engine), count_here(cluster.num_devices, cluster))
         return replace(device, reserved_bytes=other_bytes(self.config, self.parts.world, device))
 
     def plan_lines(self) -> list[str]:
@@ -127,7 +142,9 @@ class Setup:
         plan, rollout = self.make_plan(), self.parts.rollout
         lines = plan_lines(self.config, self.facts, plan, rollout, str(self.directory))
         if rollout.backend != "local":
-            lines.insert(-1, f"server       {find_publisher(rollout.backend).describe(rollout)}")
+            server = find_publisher(rollout.backend).describe(rollout)
+            gpus = ", ".join(f"cuda:{gpu}" for gpu in self._server_gpus(rollout))
+            lines.insert(-1, f"server       {server}{gpus and f' (on {gpus})'}")
         if rollout.publish == "weights":
             lines.insert(-1, f"publish      whole weights, by {choose_weight_transfer(self.config, self.facts)}")
         lines += opponent_line(self.config, self.parts.world)

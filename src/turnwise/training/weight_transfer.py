@@ -54,5 +54,5 @@ def _why_not_ipc(config: Config, facts: ModelFacts) -> str:
     if not device.facts.has_own_memory:
         return f"the trainer's weights are on the {device.kind}, and memory is shared on a GPU only"
     if config.engine.device not in ("auto", "cuda", "cuda:0") and not rollout.url:
-        return f"the trainer is on {config.engine.device}, and the server that the run starts uses the first GPU"
+        return f"the trainer is on {config.engine.device}, and its own server reads memory of the first GPU"
     return ""

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import argparse
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from command_line import run_here
+from turnwise.commands.cluster import parse_card
 from turnwise.engine.budget import GIB, format_bytes, split_memory
 from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.engine.device_info import DeviceInfo
@@ -18,7 +21,7 @@ from turnwise.judges.rubric import Rubric
 from turnwise.judges.world import JudgedWorld
 from turnwise.models.experts import ExpertSpec
 from turnwise.models.facts import read_facts
-from turnwise.training.cluster_plan import cluster_lines, estimate_traffic
+from turnwise.training.cluster_plan import cluster_lines, estimate_traffic, make_card
 from turnwise.training.memory import check_sharded
 from turnwise.training.setup import Setup, read_config, set_up_new
 from turnwise.training.trainer_engine import TRAINER_CACHE_GIB, trainer_engine
@@ -33,12 +36,12 @@ def test_the_traffic_of_gradients_is_that_of_a_ring_over_what_is_trained() -> No
     for count in (1, 2, 8):
         setup = _setup("model.train=full", f"cluster.learners={count}")
         trained = 4 * setup.facts.num_parameters
-        traffic = estimate_traffic(setup, setup.make_plan().num_trained_parameters)
+        traffic = estimate_traffic(setup, setup.make_plan())
         assert traffic.gradients == 2 * trained * (count - 1) // count
         assert traffic.state == (3 * trained if count > 1 else 0)
     adapter = _setup("cluster.learners=2")
     critic = _setup("cluster.learners=2", "method=ppo", "train.substeps=2")
-    sent = [estimate_traffic(one, one.make_plan().num_trained_parameters).gradients for one in (adapter, critic)]
+    sent = [estimate_traffic(one, one.make_plan()).gradients for one in (adapter, critic)]
     assert sent[1] > 2 * sent[0], "two optimizer steps, and the critic's gradient too"
 
 
@@ -105,7 +108,7 @@ def test_learners_with_parts_of_the_weights_are_planned_with_a_part_each() -> No
     assert (parts.weights, parts.adapter) == (whole.weights // 2, whole.adapter // 2)
     assert parts.gathered > 0 == whole.gathered
     setup = _setup(*full, "cluster.shard=true")
-    traffic = estimate_traffic(setup, setup.make_plan().num_trained_parameters)
+    traffic = estimate_traffic(setup, setup.make_plan())
     assert traffic.gathered == 2 * 4 * setup.facts.num_parameters // 2
     assert (traffic.gradients, traffic.state) == (0, 0), "nobody has a copy of another one's part"
     printed = "\n".join([*setup.plan_lines(), *cluster_lines(setup)])
@@ -139,3 +142,31 @@ def test_a_sampler_on_a_gpu_and_models_without_our_dense_layers_are_refused_with
     experts = ExpertSpec(num_experts=4, num_chosen=2, inner_size=8)
     with pytest.raises(ConfigError, match="routes tokens to experts"):
         check_sharded(setup.config, replace(setup.facts, experts=experts), gpu)
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_laptop_plans_for_cards_that_it_does_not_have() -> None:
+    options = ("model=tiny", "cluster.learners=8", "cluster.shard=true", "cluster.placement=separate", "eval.tasks=0")
+    printed = run_here("cluster", "plan", "guess_number", *options, "--card", "80")
+    assert re.search(r"^learner 7 +a process of this machine, a card of 80\.00 GiB: ", printed, re.MULTILINE)
+    assert re.search(r"^sampler 0 +a process of this machine, a card of 80\.00 GiB: ", printed, re.MULTILINE)
+    assert "of 80.00 GiB on the GPU in bfloat16, in each of 8 learners" in printed
+    with pytest.raises(argparse.ArgumentTypeError, match="expected GiB of a GPU"):
+        parse_card("-1")
+    with pytest.raises(ConfigError, match=r"the GPU has free .* MiB"):
+        replace(_setup(*options[:2]), card=make_card(0.001, "auto")).make_plan()
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_the_plan_of_weights_in_parts_says_what_a_step_gathers() -> None:
+    setup = _setup("model.train=full", "cluster.learners=2", "cluster.shard=true", "engine.micro_batch_tokens=512")
+    traffic, memory = estimate_traffic(setup, setup.make_plan()), setup.make_plan().memory
+    assert memory is not None
+    rollout, train = setup.parts.rollout, setup.config.train
+    longest = min(rollout.max_trajectory_tokens, 2 * rollout.max_turns * rollout.max_tokens_per_turn)
+    tokens = train.tasks_per_step * rollout.group_size * longest
+    assert traffic.passes == -(-tokens // (2 * memory.num_pass_tokens)) > 1
+    each = traffic.gathered + traffic.pass_gradients
+    assert f"at least {traffic.passes:,} passes a step: {format_bytes(traffic.passes * each)}" in "\n".join(
+        cluster_lines(setup)
+    )

@@ -47,7 +47,10 @@ def test_weights_travel_by_disk_unless_the_trainers_memory_is_asked_for(facts: M
         ("rollout.server_args=-pp 2", "-pp in rollout.server_args spreads the server over several GPUs"),
         ("rollout.url=http://gpu2:8000", "the server at http://gpu2:8000 is on another machine"),
         ("model.base_url=http://trainer:8000", "the trainer is at http://trainer:8000"),
-        ("engine.device=cuda:1", "the trainer is on cuda:1, and the server that the run starts uses the first GPU"),
+        (
+            "engine.device=cuda:1",
+            "the trainer is on cuda:1, and its own server reads memory of the first GPU",
+        ),
         ("rollout.backend=mine:Publisher", "rollout.backend=mine:Publisher reads weights from files"),
     ],
 )

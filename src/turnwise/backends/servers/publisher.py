@@ -26,6 +26,7 @@ from turnwise.backends import BackendSetup, Publisher
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.fleet import Fleet, Revive
 from turnwise.backends.servers.fleet_figures import FleetStats, FleetTimes
+from turnwise.backends.servers.gpus import choose_server_gpus, visible_gpus
 from turnwise.backends.servers.http import KEY_VARIABLE
 from turnwise.backends.servers.launch import OwnSampler, OwnServer, ServerCommand
 from turnwise.backends.servers.probe import ModelProbe
@@ -420,6 +421,13 @@ class ServerPublisher(FleetPublisher):
         command = self.server_command()
         log = self.setup.run_directory / f"{command.name.lower()}.log"
         return OwnServer(command, log, start_s=self.setup.rollout.server_start_s)
+
+    def gpu_variables(self) -> dict[str, str]:
+        """The variables that show a server of our own its GPUs; without a trainer it takes the first ones."""
+        setup = self.setup
+        if setup.service is not None:
+            return {}
+        return visible_gpus(choose_server_gpus(setup.engine, setup.cluster, setup.rollout))
 
     @property
     def start_directory(self) -> Path:

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol
 
 from turnwise.engine.learners.calls import LearnerCall, LearnerSetup
 from turnwise.engine.learners.collective import START_DEADLINE_S
+from turnwise.engine.learners.send import send_within
 from turnwise.errors import ConfigError, LearnerError, LearnerLostError
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ class LearnerPeer(Protocol):
     @property
     def is_gone(self) -> bool: ...
 
-    def send(self, message: object) -> None: ...
+    def send(self, message: object, deadline_s: float) -> None:
+        """Send a message; `TimeoutError` if the learner does not take it in time."""
+        ...
 
     def has_answer(self, wait_s: float = 0.0) -> bool:
         """Whether its answer is there, or comes within so many seconds."""
@@ -117,8 +120,8 @@ class ProcessPeer:
     def is_gone(self) -> bool:
         return self.process.poll() is not None
 
-    def send(self, message: object) -> None:
-        self.connection.send(message)
+    def send(self, message: object, deadline_s: float) -> None:
+        send_within(self.connection, message, deadline_s)
 
     def has_answer(self, wait_s: float = 0.0) -> bool:
         return self.connection.poll(wait_s)
@@ -206,7 +209,7 @@ class LearnerGroup:
 
     def _send(self, peer: LearnerPeer, message: object) -> None:
         try:
-            peer.send(message)
+            peer.send(message, self._deadline_s)
         except OSError:
             self._fail(peer, "take a call")
         except (AttributeError, TypeError, ImportError, PicklingError) as cause:

@@ -72,7 +72,7 @@ class RayPeer:
     def is_gone(self) -> bool:
         return self._actor.is_gone
 
-    def send(self, message: object) -> None:
+    def send(self, message: object, deadline_s: float) -> None:  # noqa: ARG002 - Ray takes it without blocking
         if self._actor.is_gone:
             raise OSError("the actor is gone")
         self._answer = self._actor.handle.answer.remote(message)

@@ -25,6 +25,7 @@ from turnwise.engine.device_info import choose_device, num_gpus
 from turnwise.engine.learners.collective import START_DEADLINE_S
 from turnwise.engine.learners.group import LearnerPeer, LearnerPlace
 from turnwise.engine.learners.process import serve
+from turnwise.engine.learners.send import send_within
 from turnwise.engine.machine_share import MachineShare
 from turnwise.errors import ConfigError, LearnerError
 from turnwise.runtime.torchrun import TorchrunWorld
@@ -51,8 +52,8 @@ class TorchrunPeer:
     def is_gone(self) -> bool:
         return self._is_gone
 
-    def send(self, message: object) -> None:
-        self._connection.send(message)
+    def send(self, message: object, deadline_s: float) -> None:
+        send_within(self._connection, message, deadline_s)
 
     def has_answer(self, wait_s: float = 0.0) -> bool:
         return self._connection.poll(wait_s)
