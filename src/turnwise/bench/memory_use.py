@@ -67,11 +67,12 @@ class CountingSampler(SamplingClient):
         self._engine.sampler.submit(request, self._engine.base_policy, on_done=found.append)
         while self._engine.sampler.has_work:
             self._engine.sampler.step()
-            self.most_blocks = max(self.most_blocks, self._engine.sampler.pool.num_used)
+            pool = self._engine.sampler.pool
+            self.most_blocks = max(self.most_blocks, pool.num_blocks - pool.num_available)
         return completed(found[0], "sample")
 
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
-        raise NotImplementedError("nobody asks for logprobs of a prompt here")
+        raise NotSupportedError("this sampler counts blocks; it does not score prompts")
 
     def get_tokenizer(self) -> Any:
         return self._tokenizer
