@@ -27,6 +27,7 @@ from turnwise.client.futures import ApiFuture, completed
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.envs.registry import get_world
+from turnwise.errors import NotSupportedError
 from turnwise.memory.config import NO_MEMORY, MemoryConfig
 from turnwise.memory.renderer import MemoryRenderer
 from turnwise.memory.world import MemoryWorld
@@ -72,7 +73,7 @@ class CountingSampler(SamplingClient):
         return completed(found[0], "sample")
 
     def compute_logprobs(self, prompt: ModelInput) -> ApiFuture[list[float | None]]:
-        raise NotSupportedError("this sampler counts blocks; it does not score prompts")
+        raise NotSupportedError(f"this sampler counts blocks; it scores no prompt ({prompt.length} tokens came)")
 
     def get_tokenizer(self) -> Any:
         return self._tokenizer
