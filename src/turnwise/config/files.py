@@ -43,7 +43,7 @@ from turnwise.methods.lookup import (
 )
 from turnwise.models.config import ADAPTER_OPTIONS
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.server_options import REACH_OPTIONS, SHARED_OPTIONS, START_OPTIONS
+from turnwise.rollout.server_options import NO_SERVERS, REACH_OPTIONS, SHARED_OPTIONS, START_OPTIONS
 from turnwise.runtime.section import Section, explain
 from turnwise.runtime.suggest import did_you_mean, nearest
 
@@ -159,6 +159,9 @@ def config_from_yaml(text: str, source: str) -> Config:
 def _fill_in(tree: Tree) -> None:
     """Set options that are newer than the run to what the run did."""
     rollout, train, method = (tree.setdefault(name, {}) for name in ("rollout", "train", "method"))
+    if rollout.get("backend", "local") in NO_SERVERS:  # nothing read these, and their defaults were others once
+        for name in (*REACH_OPTIONS, *START_OPTIONS):
+            rollout.pop(name, None)
     if "same_start" in rollout or "group_size" not in rollout:
         return
     name = str(method.get("name") or DEFAULT_METHOD)

@@ -110,6 +110,12 @@ def test_what_is_turned_off_takes_along_what_the_file_says_about_it() -> None:
     assert config_from_yaml(text, "a run of before").eval.every == 10
 
 
+def test_a_run_without_servers_is_read_whatever_their_defaults_were_when_it_was_written() -> None:
+    tree = config_to_tree(load_config("bargain"))
+    tree["rollout"] |= {"server_deadline_s": 120.0, "server_start_s": 7.0}
+    assert config_from_yaml(yaml.safe_dump(tree), "a run of before") == load_config("bargain")
+
+
 def test_a_config_that_was_written_before_an_option_existed_says_what_that_run_did() -> None:
     def as_older(*overrides: str, method: str) -> Config:
         tree = config_to_tree(load_config("bargain", [f"method={method}", *overrides]))
