@@ -45,6 +45,49 @@ def test_a_number_is_read_in_every_usual_format() -> None:
     assert find_option("6 %", ("5%", "6%")) == 1
     assert find_option("One Cat, please", PETS.options) == 1
     assert find_option("kept a year", ("kept", "kept a year")) == 1
+    assert find_option("1,100 (4)", options) == 2, "with the points, as the rules list them"
+    assert find_option("May 1", ("June", "May")) == 1, "a number says nothing where no option has one"
+
+
+DEPOSIT = ("none", "1 month", "2 months", "3 months")
+
+
+@for_each(
+    ("text", "options"),
+    [
+        ("900 or 1,000", RENT.options),
+        ("900 1,000", RENT.options),
+        ("1,100, not 900", RENT.options),
+        ("allowed or forbidden", PETS.options),
+        ("one cat, else forbidden", PETS.options),
+        ("none for 3 months", DEPOSIT),
+        ("3 months, then none", DEPOSIT),
+        ("kept a year then dropped", ("dropped", "kept a year", "kept", "leads")),
+    ],
+)
+def test_a_term_that_names_two_options_makes_the_offer_unreadable(text: str, options: Sequence[str]) -> None:
+    assert find_option(text, options) is None
+
+
+@for_each(
+    "quote",
+    [
+        "> Offer: rent=900; pets=one cat\nToo low.",
+        '"Offer: rent=900; pets=one cat" is too low.',
+        "“Offer: rent=900; pets=one cat” will not do.",
+        "'Offer: rent=900; pets=one cat'?",
+        "> > Offer: rent=900; pets=one cat",
+        "> Accept",
+        '"Accept"? Never.',
+    ],
+)
+def test_who_quotes_an_offer_neither_makes_nor_accepts_it(quote: str) -> None:
+    game = make_game()
+    assert say(game, "Offer: rent=900; pets=one cat", quote) == [True, True]
+    assert game.deal is None
+    assert game.offers == ({"rent": 0, "pets": 1}, None)
+    both = read_reply(f"{quote}\nOffer: rent=1,000; pets=allowed", TABLE.issues)
+    assert both.offer == {"rent": 1, "pets": 0}
 
 
 def test_every_option_of_every_game_is_read_back_as_itself() -> None:
