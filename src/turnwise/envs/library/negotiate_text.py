@@ -20,7 +20,7 @@ from decimal import Decimal
 
 from turnwise.envs.library.negotiate_games import Issue
 
-# Marks such as **, - and ` may stand before the word. A mark of quotation may not: who quotes an offer does not make it.
+# Marks such as **, - and ` may stand before the word, but no mark of quotation: who quotes an offer does not make it.
 _LEAD = r"[^\w>\"'“”„«»‘’]*(?:i\s+)?"
 _OFFER = re.compile(rf"^{_LEAD}(?:offer|propose|proposal)\b\s*[:\-]?\s*(?P<terms>.*)$", re.IGNORECASE)
 _ACCEPT = re.compile(rf"^{_LEAD}(?:accept(?:ed)?|agreed)\b(?P<rest>.*)$", re.IGNORECASE)

@@ -169,6 +169,21 @@ def test_a_deal_pays_exactly_its_points_to_each_side() -> None:
         assert TABLE.is_efficient(deal) == (deal["pets"] == 0)
 
 
+def test_a_success_asks_as_much_of_one_side_as_of_the_other_where_several_deals_are_fair() -> None:
+    for num_options, needed in ((2, 1 / 2), (3, 1 / 2), (4, 1 / 2)):
+        ups = tuple(3 * up for up in range(num_options))
+        issue = Issue(name="x", options=tuple("abcd"[:num_options]), kind="distributive", points=(ups, ups[::-1]))
+        table = PayoffTable(issues=(issue,))
+        assert table.nash == pytest.approx((needed, needed)), num_options
+        for option in range(num_options):
+            game = NegotiateGame(table, ("landlord", "tenant")).requiring(0.8)
+            say(game, f"Offer: x={issue.options[option]}", "Accept")
+            for seat in (0, 1):
+                outcome = game.outcome(seat)
+                assert outcome.is_success == (outcome.reward >= 0.8 * needed), (num_options, option, seat)
+    assert TABLE.nash == pytest.approx((6 / 7, 6 / 9))  # rent 1,100 or 1,000, pets allowed: 7 and 5, or 5 and 7
+
+
 def test_a_repeated_offer_accepts_and_an_acceptance_of_nothing_does_not() -> None:
     game = make_game()
     assert say(game, "Accept", "Offer: rent=900; pets=one cat", "Offer: pets=one cat; rent=900") == [False, True, True]
