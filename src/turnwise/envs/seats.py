@@ -63,7 +63,10 @@ class Opponent(Protocol):
 
 @runtime_checkable
 class TwoSidedWorld(Protocol):
-    """A world whose tasks are games of two seats. Its option `opponent` says who has the other seat."""
+    """A world whose tasks are games of two seats. Its option `opponent` says who has the other seat.
+
+    Optional attribute: `scripted_seats`, the seats that its scripts know how to play; without it, both.
+    """
 
     scripted_opponents: ClassVar[tuple[str, ...]]
     """The scripts that come with the world, by name."""
@@ -80,6 +83,11 @@ class TwoSidedWorld(Protocol):
     def scripted_reply(self, opponent: str, task: Task, game: Any, seed: int) -> str:
         """What the scripted opponent says for the seat that is to move."""
         ...
+
+
+def scripted_seats(world: TwoSidedWorld) -> tuple[int, ...]:
+    """The seats that a world's scripts can play."""
+    return tuple(getattr(world, "scripted_seats", (0, 1)))
 
 
 class ScriptedOpponent:
