@@ -144,6 +144,7 @@ class SeatedEnv:
         self._heard: list[Message] = []
         """The dialogue of the opponent's seat."""
         self._num_asked = 0
+        self.waits_for: Party | None = None
 
     async def start(self) -> list[Message]:
         await self._let_opponent_move()
@@ -210,6 +211,7 @@ class SeatedEnv:
         name = self._opponent.name
         seed = random_for("opponent", self._seed, self._num_asked).getrandbits(31)
         self._num_asked += 1
+        self.waits_for = Party.OPPONENT
         try:
             async with asyncio.timeout(self._deadline_s):
                 text: object = await self._opponent.reply(self.game, tuple(self._heard), seed)
@@ -221,4 +223,5 @@ class SeatedEnv:
             raise AttemptFailed(Party.OPPONENT, f"{name}: {describe_error(cause)}") from cause
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - an opponent of yours may err
             raise AttemptFailed(Party.OPPONENT, f"{name} answered {text!r:.80}; expected text")
+        self.waits_for = None
         return text
