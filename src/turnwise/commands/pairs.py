@@ -289,7 +289,8 @@ def _read_runs(targets: Sequence[str], options: PairOptions) -> _Found:
 def _stored_groups(
     run: RunReader, rows: Sequence[AttemptRow], options: PairOptions
 ) -> Iterator[tuple[int, list[Trajectory]]]:
-    """The attempts of a run that may be compared: those at one task, in one step, with one env seed."""
+    """The attempts of a run that may be compared: those at one task, in one step, with one env seed; where the world
+    has two sides, also with one seat and one opponent."""
     by_task: dict[tuple[int, str], list[AttemptRow]] = defaultdict(list)
     for row in rows:
         by_task[row.step, row.task_id].append(row)
@@ -298,7 +299,8 @@ def _stored_groups(
         for row in own:
             trajectory = run.attempt(row.id).trajectory
             turn = 0 if trajectory.branch is None else trajectory.branch.turn
-            by_start[turn if options.across_seeds else (turn, trajectory.seed)].append(trajectory)
+            sides = tuple(trajectory.labels.get(name, "") for name in ("seat", "opponent"))
+            by_start[turn, None if options.across_seeds else trajectory.seed, *sides].append(trajectory)
         yield from ((step, trajectories) for trajectories in by_start.values())
 
 
