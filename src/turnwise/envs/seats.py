@@ -63,7 +63,10 @@ class Opponent(Protocol):
 
 @runtime_checkable
 class TwoSidedWorld(Protocol):
-    """A world whose tasks are games of two seats. Its option `opponent` says who has the other seat."""
+    """A world whose tasks are games of two seats. Its option `opponent` says who has the other seat.
+
+    Optional attribute: `scripted_seats`, the seats that its scripts know how to play; without it, both.
+    """
 
     scripted_opponents: ClassVar[tuple[str, ...]]
     """The scripts that come with the world, by name."""
@@ -80,6 +83,11 @@ class TwoSidedWorld(Protocol):
     def scripted_reply(self, opponent: str, task: Task, game: Any, seed: int) -> str:
         """What the scripted opponent says for the seat that is to move."""
         ...
+
+
+def scripted_seats(world: TwoSidedWorld) -> tuple[int, ...]:
+    """The seats that a world's scripts can play."""
+    return tuple(getattr(world, "scripted_seats", (0, 1)))
 
 
 class ScriptedOpponent:
@@ -136,6 +144,7 @@ class SeatedEnv:
         self._heard: list[Message] = []
         """The dialogue of the opponent's seat."""
         self._num_asked = 0
+        self.waits_for: Party | None = None
 
     async def start(self) -> list[Message]:
         await self._let_opponent_move()
@@ -202,6 +211,7 @@ class SeatedEnv:
         name = self._opponent.name
         seed = random_for("opponent", self._seed, self._num_asked).getrandbits(31)
         self._num_asked += 1
+        self.waits_for = Party.OPPONENT
         try:
             async with asyncio.timeout(self._deadline_s):
                 text: object = await self._opponent.reply(self.game, tuple(self._heard), seed)
@@ -213,4 +223,5 @@ class SeatedEnv:
             raise AttemptFailed(Party.OPPONENT, f"{name}: {describe_error(cause)}") from cause
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - an opponent of yours may err
             raise AttemptFailed(Party.OPPONENT, f"{name} answered {text!r:.80}; expected text")
+        self.waits_for = None
         return text

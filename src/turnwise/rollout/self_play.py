@@ -287,7 +287,8 @@ class _SeatEnv:
 
     async def step(self, reply: Message) -> EnvStep:
         is_read = self._table.move(reply)
-        return dataclasses.replace(await self._wait(is_read), labels=self._labels())
+        is_action = bool(getattr(self._table.game, "was_action", False))  # before the other seat moves
+        return dataclasses.replace(await self._wait(is_read), is_action=is_action, labels=self._labels())
 
     async def _wait(self, is_read: bool) -> EnvStep:
         if await self._table.wait_for(self._seat):

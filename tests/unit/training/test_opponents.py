@@ -88,6 +88,9 @@ def test_options_that_no_opponent_reads_are_refused() -> None:
     for opponent, sections, why in refused:
         with pytest.raises(ConfigError, match=why):
             check(opponent, **sections)
+    for option in ({"device": "cpu"}, {"kv_cache_gib": 2.0}):
+        with pytest.raises(ConfigError, match="is for an opponent of another base model"):
+            check("tiny", opponent=option)  # the policy's own model, by its name
     itself = make_config("tough", opponent={"panel": ["tough", "self"]})
     check_opponents(itself, get_world("negotiate", opponent="tough"))  # `turnwise eval` may, with weights that stay
     with pytest.raises(ConfigError, match="learns between the evaluations"):

@@ -131,6 +131,30 @@ def test_a_pair_with_a_side_that_no_loss_reads_is_counted_and_not_written(
     assert "left out: 2 masked" in said
 
 
+def test_attempts_in_other_seats_or_against_other_opponents_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def attempt(number: int, reward: float, seed: int, **labels: str) -> Trajectory:
+        one = make_attempt([reward], attempt=number, sizes=[number + 1])
+        turn = replace(one.turns[0], prompt_ids=(1, int(labels.get("seat", "0"))))
+        return replace(one, seed=seed, turns=(turn,), labels=labels)
+
+    seats = [attempt(i, reward, 7, seat=str(i % 2), opponent="self") for i, reward in enumerate((0.9, 0.1, 0.7, 0.3))]
+    run = write_run(tmp_path / "seats", [("train", 1, one) for one in seats])
+    found, said = make_pairs(run, tmp_path / "seats.parquet", "dpo", capsys)
+    assert sorted((one.pair.chosen.total_reward, one.pair.rejected.total_reward) for one in found) == [
+        (0.3, 0.1),
+        (0.9, 0.7),
+    ]
+    assert "left out" not in said
+    rewards = ((0.9, "base"), (0.8, "base"), (0.2, "tough"), (0.1, "tough"))
+    met = [attempt(i, reward, i, opponent=opponent) for i, (reward, opponent) in enumerate(rewards)]
+    run = write_run(tmp_path / "pool", [("train", 1, one) for one in met])
+    assert main(["pairs", run, "--stored", "--across-seeds", "--out", str(tmp_path / "pool.parquet")]) == 0
+    pairs = read_pairs(tmp_path / "pool.parquet")
+    assert {one.opponent: one.pair.reward_difference for one in pairs} == pytest.approx({"base": 0.1, "tough": 0.1})
+
+
 def test_refuel_pairs_that_say_the_same_where_they_part_are_counted_and_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
