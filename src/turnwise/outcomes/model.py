@@ -2,7 +2,8 @@
 
     classifier   the value head of a critic, read at the end of the conversation; its loss is the squared error, which
                  is lowest at the true probability, so its scores are calibrated as far as it has learned
-    generative   a model that writes a reason and a verdict; its score is the share of `num_votes` replies that say yes
+    generative   a model that writes a reason and a verdict; its score is the share of `num_votes` replies that say yes;
+                 a reply without a verdict does not
 
 `orm.json` in its directory says which kind it is, and which checkpoint. `attach` loads it with the service that holds
 the run's own models; the base weights are shared where they are the same.
@@ -130,9 +131,8 @@ class OutcomeModel:
             ModelInput.from_ints(prompt), num_samples=self.info.num_votes, sampling_params=params
         )
         said = [read_verdict(self._renderer.parse(one.tokens).content) for one in response.sequences]
-        votes = [verdict for verdict in said if verdict is not None]
-        # A model that says nothing readable knows nothing: neither yes nor no.
-        return sum(votes) / len(votes) if votes else 0.5
+        # A reply without a verdict is no yes: attempts that make the model babble must not earn more than failures.
+        return sum(verdict is True for verdict in said) / len(said)
 
 
 def value_question(renderer: Renderer, conversation: Sequence[Message], max_tokens: int = 0) -> Datum:

@@ -58,6 +58,22 @@ def test_a_generative_model_is_asked_about_all_conversations_at_once(tiny_dir: P
     assert asyncio.run(asyncio.wait_for(model.score(conversations), LONGER_THAN_TINY_S)) == [1.0, 1.0, 1.0]
 
 
+def test_a_vote_without_a_verdict_is_no_yes(tiny_dir: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_dir)
+    encode = get_renderer(tokenizer).encode_reply
+    for said, score in ((("Verdict: yes", "well", "Verdict: no", "well"), 0.25), (("well",) * 4, 0.0)):
+        replies = iter([encode(assistant(text)) for text in said])
+
+        class Source:
+            def create_sampling_client(self, **_: object) -> ScriptedSampler:
+                return ScriptedSampler(lambda _, replies=replies: next(replies), tokenizer=tokenizer)
+
+        info = OutcomeInfo(kind="generative", base_model="tiny", checkpoint="none", worlds=("w",), num_votes=4)
+        model = OutcomeModel(tmp_path, info)
+        model.attach(cast(Any, Source()))
+        assert asyncio.run(model.score([[user("go"), assistant("gone")]])) == [score], said
+
+
 def test_of_a_long_conversation_the_beginning_and_the_newest_part_are_kept() -> None:
     ids = list(range(100))
     assert cut_middle(ids, 0) == cut_middle(ids, 100) == ids
