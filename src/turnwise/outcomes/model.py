@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -93,7 +93,7 @@ class OutcomeModel:
             raise TurnwiseError(f"the outcome model {self.directory} is not loaded; call attach(service) first")
         if self.info.kind == "generative":
             return is_cut_text(conversation, self.info.max_chars)
-        return 0 < self.info.max_prompt_tokens < len(self._renderer.start(list(conversation)))
+        return 0 < self.info.max_prompt_tokens < len(read_ids(self._renderer, conversation))
 
     @property
     def is_attached(self) -> bool:
@@ -137,9 +137,16 @@ class OutcomeModel:
 
 def value_question(renderer: Renderer, conversation: Sequence[Message], max_tokens: int = 0) -> Datum:
     """The datum that asks a critic for its value at the end of a conversation."""
-    ids = cut_middle(list(renderer.start(list(conversation))), max_tokens)
+    ids = cut_middle(read_ids(renderer, conversation), max_tokens)
     mask = [0.0] * (len(ids) - 1) + [1.0]
     return Datum(ModelInput.from_ints(ids), {"mask": TensorData(mask)})
+
+
+def read_ids(renderer: Renderer, conversation: Sequence[Message]) -> list[int]:
+    """What a classifier reads of a conversation. Only tools have names: on other messages these are marks of our own,
+    such as that of a request for a summary, which a template might show."""
+    plain = [one if one.role == "tool" else replace(one, name=None) for one in conversation]
+    return list(renderer.start(plain))
 
 
 def cut_middle(ids: list[int], max_tokens: int) -> list[int]:
