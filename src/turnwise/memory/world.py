@@ -121,11 +121,16 @@ class MemoryEnv(EnvWrapper):
         return _with_tools(await super().start(), self._memory)
 
     async def step(self, reply: Message) -> EnvStep:
+        step = await self._answer(reply)
+        counts = {"summaries": self._num_summaries} if self._memory.summary_tokens else {}
+        counts |= {"notes": len(self._notes.by_name)} if self._memory.notes else {}
+        return replace(step, info={**step.info, **{name: float(count) for name, count in counts.items()}})
+
+    async def _answer(self, reply: Message) -> EnvStep:
         if self._asked is not None:
             messages, self._asked, self._num_full = self._asked, None, self._memory.keep
             self._num_summaries += 1
-            info = {"summaries": float(self._num_summaries)}
-            return EnvStep(messages=messages, info=info, max_tokens=self._next_limit)
+            return EnvStep(messages=messages, max_tokens=self._next_limit)
         self._num_full += 1
         return self._ask(await (self._take_notes(reply) if self._memory.notes else self._play(reply)))
 
@@ -167,12 +172,10 @@ class MemoryEnv(EnvWrapper):
         others = [format_tool_call(call.name, **call.arguments) for call in parsed.calls if call.name not in box.names]
         action = "\n".join([*([parsed.content] if parsed.content else []), *others])
         if not action:
-            noted = {"notes": float(len(self._notes.by_name))}
-            return EnvStep(messages=answers, is_action=True, info=noted, max_tokens=self._next_limit)
+            return EnvStep(messages=answers, is_action=True, max_tokens=self._next_limit)
         rest = tuple(call for call in parsed.calls if call.name not in box.names)
         step = await self._play(Message(role="assistant", content=action, tool_calls=rest))
-        info = {**step.info, "notes": float(len(self._notes.by_name))}
-        return replace(step, messages=(*answers, *step.messages) if not step.is_over else step.messages, info=info)
+        return replace(step, messages=(*answers, *step.messages) if not step.is_over else step.messages)
 
     def _wrap_fork(self, inner: Env) -> MemoryEnv:
         fork = MemoryEnv(inner, self._memory)

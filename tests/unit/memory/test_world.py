@@ -179,6 +179,19 @@ async def test_what_the_world_allows_a_reply_holds_after_a_summary_and_after_a_n
     assert (await env.step(assistant(format_tool_call("recall_note", name="a")))).max_tokens == 3
 
 
+async def test_an_attempt_that_wrote_nothing_counts_as_none_and_is_not_left_out_of_the_mean() -> None:
+    env = MemoryEnv(AsksForShortReplies(), MemoryConfig(window=2, summary_tokens=5, notes=True))
+    await env.start()
+    assert (await env.step(assistant("x"))).info == {"summaries": 0, "notes": 0}
+    await env.step(assistant("x"))
+    assert (await env.step(assistant("a summary"))).info == {"summaries": 1, "notes": 0}
+    noted = await env.step(assistant(f"{format_tool_call('write_note', name='a', text='b')} x"))
+    assert noted.info == {"summaries": 1, "notes": 1}
+    plain = MemoryEnv(AsksForShortReplies(), MemoryConfig(window=2))
+    await plain.start()
+    assert not (await plain.step(assistant("x"))).info
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
