@@ -114,6 +114,11 @@ def level_name(level: int) -> str:
     return f"{LEVEL_PREFIX}{level}"
 
 
+def is_level_name(name: str) -> bool:
+    """Whether a part's name is that of a level."""
+    return name.startswith(LEVEL_PREFIX) and name.removeprefix(LEVEL_PREFIX).isdecimal()
+
+
 def leaf_of(world: World, task_id: str) -> str:
     """The names of the parts that play a task: `doors/level2`; empty for a world that has no parts."""
     if not isinstance(world, JointWorld):

@@ -30,7 +30,15 @@ from turnwise.models.facts import read_facts
 from turnwise.models.store import resolve_model
 from turnwise.outcomes.labelled import LabelledAttempt, check_both_parts, read_labelled, write_labelled
 from turnwise.outcomes.measure import Quality, calibration_svg, measure
-from turnwise.outcomes.model import Kind, OutcomeInfo, OutcomeModel, open_outcome_model, value_lesson, value_question
+from turnwise.outcomes.model import (
+    Kind,
+    OutcomeInfo,
+    OutcomeModel,
+    open_outcome_model,
+    read_ids,
+    value_lesson,
+    value_question,
+)
 from turnwise.outcomes.verdict_world import is_cut_text
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.rollout.seeds import derive_seed
@@ -382,7 +390,7 @@ async def _train_classifier(
         checkpoint=str(directory.relative_to(place)),
         worlds=tuple(sorted({one.world for one in attempts})),
         max_prompt_tokens=limit,
-        num_cut=sum(len(renderer.start(list(one.messages))) > limit for one in attempts),
+        num_cut=sum(len(read_ids(renderer, one.messages)) > limit for one in attempts),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.config.files import config_from_yaml
+from turnwise.credit.gae import Gae
 from turnwise.credit.values import read_values, value_sequences
 from turnwise.errors import ConfigError, DataError
 from turnwise.outcomes.model import OutcomeModel
@@ -81,10 +82,13 @@ def _after_warmup(directory: Path | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticJudge:
-    """A run's critic as a judge of attempts: its value in the state before the last token of the last reply."""
+    """A run's critic as a judge of attempts: its value in the last state that it learns, which is the one before the
+    last token of the last reply, or the start of the last turn where it learns only those."""
 
     path: str
     """The path of the saved critic."""
+    gae: Gae
+    """The states that the critic learns."""
 
     def score(self, attempts: Sequence[Trajectory], policy: PolicySampler) -> list[float]:
         client = policy.service.create_training_client_from_state(self.path)
@@ -96,7 +100,7 @@ class CriticJudge:
             answers = iter(one["values"].tolist() for one in output.loss_fn_outputs)
             for one, sequences in zip(batch, asked, strict=True):
                 values = read_values(one, sequences, [next(answers) for _ in sequences])
-                found.append(float(values.turns[-1][-1]))
+                found.append(float(self.gae.learned(values.turns)[-1][-1]))
         return found
 
 
@@ -119,7 +123,7 @@ def critic_of(policy: PolicySampler) -> CriticJudge:
             rows = [row for row in run.checkpoints() if row.path == checkpoint]
         saved = saved_critic(directory, rows[0]) if rows else None
         if saved is not None:
-            return CriticJudge(path=saved.path)
+            return CriticJudge(path=saved.path, gae=policy.config.method.make_gae())
     raise ConfigError(
         "--critic needs a run with a critic (method=ppo), which saves it beside the policy; or take --orm"
     )
