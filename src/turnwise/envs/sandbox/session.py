@@ -389,12 +389,14 @@ class Session:
         """Stop the command but keep the shell. If the shell itself does not stop, replace it."""
         found = None
         if shell.init_pid is not None:
-            kill_below(shell.init_pid, spare=self._shell_pid)
             shell.outputs[shell.stdout_fd].clear()
-            deadline, ending = time.monotonic() + _GRACE_S, "output_limit"
-            while ending == "output_limit":  # what a flood left in the pipe may be longer than a reply may be
+            deadline, ending = time.monotonic() + _GRACE_S, "timeout"
+            # Again and again: the shell may only now begin what it was told, or go on to the next part of it. What a
+            # flood left in the pipe may be longer than a reply may be.
+            while found is None and ending in ("timeout", "output_limit") and time.monotonic() < deadline:
+                kill_below(shell.init_pid, spare=self._shell_pid)
                 del shell.outputs[shell.stdout_fd][: -min(_MARK_BYTES, self._job.limits.output_bytes)]
-                ending, found = self._follow(shell, mark, deadline, None)
+                ending, found = self._follow(shell, mark, min(deadline, time.monotonic() + _LOOK_S), None)
         if found is None:
             shell.end()
             self._shell = None
