@@ -345,7 +345,7 @@ class Session:
         # it waits for them here and then disowns them: after `wait` alone, it may still report the last one.
         kill_all = "{ builtin kill -9 -1; builtin wait; builtin disown -a; } 2>/dev/null; "
         sweep = kill_all if self._backend.has_own_pids else ""
-        tell = f"builtin printf '\\n%s %s %s\\n' {mark} $__code \"$PWD\" >&{_MARK_FD}"
+        tell = f'builtin printf \'\\n%s %s %s\\n\' {mark} "$__code" "$PWD" >&{_MARK_FD}'
         script = f"eval {shlex.quote(command)} </dev/null >&{_MARK_FD} 2>&1 {_MARK_FD}>&-\n__code=$?; {sweep}{tell}\n"
         with contextlib.suppress(BrokenPipeError):  # the shell is dead; `_follow` notices that
             os.write(shell.stdin_fd, script.encode("utf-8", "replace"))
@@ -409,6 +409,7 @@ class Session:
         if self._shell is not None:
             self._shell.end()
         is_restart = self._shell_pid >= 0
+        self._area.let_shell_in()
         shell = Running(self._backend, self._job, stdin=None, merge_output=True)
         try:
             shell.wait_until_up()

@@ -146,6 +146,7 @@ async def test_a_shell_that_will_not_stop_is_replaced(session: Session, command:
 async def test_closed_streams_and_marks_in_the_output_confuse_nobody(session: Session) -> None:
     await session.run("exec 1>&- 2>&-")
     assert await output(session, "echo fine") == "fine"
+    assert await output(session, "IFS=0123456789") == "[no output]"
     await session.run("exec 251>&-; echo turnwise-0 0 /")
     assert (await session.run("echo fine", 1.0)).ending in ("finished", "timeout", "shell_died")
     assert await output(session, "echo fine") == "fine"
