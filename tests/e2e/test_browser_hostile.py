@@ -155,7 +155,7 @@ async def test_only_files_of_the_folder_can_be_sent(tmp_path: Path) -> None:
     page = await PageSession.open(app, PageOptions(deadline_s=6.0, uploads=folder, every_id=True))
     try:
         await page.observe()
-        for name in ("../secret.txt", str(tmp_path / "secret.txt"), "link.txt"):
+        for name in ("../secret.txt", str(tmp_path / "secret.txt"), "link.txt", "a\0b", "a" * 400, "inside/" * 60):
             assert "there is no file" in await page.act(ScreenAction(kind="type", element=1, text=name))
         assert "mine.txt" in (await page.act(ScreenAction(kind="type", element=1, text="mine.txt")))
     finally:
@@ -258,3 +258,21 @@ async def test_nothing_of_an_attempt_is_left_for_the_next_one() -> None:
         assert "no page to go back to" in await page.act(ScreenAction(kind="back"))
     finally:
         await page.close()
+
+
+async def test_a_window_that_opens_while_its_page_is_given_back_does_not_stay_for_the_next_attempt() -> None:
+    page = await PageSession.open(OnePage("<form id=f target=_blank action='/new'></form>"), QUICK)
+    seat = page._seat
+    assert seat is not None
+    seat.context.remove_listener("page", page._on_popup)  # as `close` does at its beginning
+    await page.evaluate("() => f.submit()")
+    while len(seat.context.pages) < 2:
+        await asyncio.sleep(0.01)
+    await page.close()
+    following = await PageSession.open(OnePage("<p>yours</p>"), QUICK)
+    try:
+        assert following._seat is not None
+        assert len(following._seat.context.pages) == 1  # a window could lead the page away that opened it
+        assert "yours" in await following.observe()
+    finally:
+        await following.close()

@@ -305,8 +305,14 @@ async def _start_playwright() -> Playwright:
 
 
 async def _empty(seat: PageSeat) -> None:
-    """Leave no page, name, history or cookies. What is in storage belongs to a host that is not used again."""
+    """Leave no page, window, name, history or cookies. What is in storage belongs to a host that is not used again.
+
+    A window that the page opened while it was given back could lead the page of the next attempt away, as its opener.
+    """
     await seat.page.goto("about:blank")
+    for window in seat.context.pages:
+        if window is not seat.page:
+            await window.close()
     await seat.page.evaluate("() => { window.name = ''; }")
     await seat.cdp.send("Page.resetNavigationHistory")
     await seat.context.clear_cookies()
