@@ -6,6 +6,7 @@ import asyncio
 import http.server
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -208,6 +209,44 @@ async def test_nothing_leaves_the_site(neighbour: tuple[int, list[str]]) -> None
     finally:
         await page.close()
     assert asked == []
+
+
+async def test_scripts_reach_no_socket_and_no_file_of_this_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+        udp.bind(("127.0.0.1", 0))
+        there, heard = (f"127.0.0.1:{one.getsockname()[1]}" for one in (tcp, udp))
+        call = (
+            f"const servers = [{{urls: 'stun:{heard}'}}, {{urls: 'turn:{heard}', username: 'a', credential: 'b'}},"
+            f" {{urls: 'turn:{there}?transport=tcp', username: 'a', credential: 'b'}}];"
+            "const call = new RTCPeerConnection({iceServers: servers});"
+            "call.createDataChannel('x'); call.createOffer().then((offer) => call.setLocalDescription(offer));"
+            "call.onicegatheringstatechange = () => { document.title = call.iceGatheringState; }"
+        )
+        ways = [
+            f"new WebSocket('ws://{there}')",
+            f"new EventSource('http://{there}')",
+            f"navigator.sendBeacon('http://{there}', 'x')",
+            f"new Worker(URL.createObjectURL(new Blob([`fetch('http://{there}'); new WebSocket('ws://{there}')`])))",
+            call,
+            "fetch('file:///etc/passwd').then((r) => r.text()).then((t) => document.body.append(t))",
+        ]
+        hints = "".join(f"<link rel={kind} href='http://{there}'>" for kind in ("preconnect", "prefetch", "preload"))
+        tries = "".join(f"<script>try {{ {way} }} catch (error) {{}}</script>" for way in ways)
+        body = f"<a href='file:///etc/passwd'>Go</a>{hints}<iframe src='http://{there}'></iframe>{tries}"
+        page = await PageSession.open(OnePage(body), PageOptions(deadline_s=60.0))
+        try:
+            while await page.evaluate("() => document.title") != "complete":  # the call has looked for ways out
+                await asyncio.sleep(0.05)
+            assert "root:" not in await page.observe()
+            assert "root:" not in await page.act(CLICK)
+        finally:
+            await page.close()
+        for one in (tcp, udp):
+            one.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            tcp.accept()
+        with pytest.raises(BlockingIOError):
+            udp.recv(100)
 
 
 async def test_a_page_reaches_no_other_attempt_even_if_it_knows_its_host() -> None:

@@ -61,7 +61,9 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-features=Translate,MediaRouter,OptimizationHints,AutofillServerCommunication",
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # what would go around the proxy
+    # Calls would send datagrams around the proxy. The option has had two names.
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
     "--js-flags=--max-old-space-size=256",
 )
 
