@@ -129,7 +129,9 @@ def test_runs_that_see_other_prompts_or_are_measured_otherwise_have_warm_ups_of_
         jobs = [run.job for run in Grid.plan(parse_request([*arguments, "warmup.steps=2"])).runs]
         return [tuple(needed.name for needed in job.needs) for job in jobs if job is not None]
 
-    plain, same, *other = shared("key_door", "train.learning_rate=1e-3", "memory.window=2", "memory.window=2;eval.every=3")
+    plain, same, *other = shared(
+        "key_door", "train.learning_rate=1e-3", "memory.window=2", "memory.window=2;eval.every=3"
+    )
     assert plain == same != ()
     assert plain not in other
     plain, same, other = shared("negotiate", "opponent.keep_last=3", "opponent.temperature=0.5")

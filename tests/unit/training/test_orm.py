@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -10,13 +11,16 @@ import pytest
 
 import turnwise as tw
 from cases import for_each
+from turnwise.cli import main
 from turnwise.commands.orm import run_orm_eval
 from turnwise.config.config import Config
 from turnwise.envs.base import assistant, user
 from turnwise.errors import ConfigError
 from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
 from turnwise.outcomes.model import OutcomeInfo
-from turnwise.training.orm import OrmConfig, best_of_n, learned_tasks, read_attempts
+from turnwise.runlog.reader import RunReader
+from turnwise.training.orm import OrmConfig, best_of_n, learned_tasks, read_attempts, train_outcome_model
+from turnwise.training.pairs import read_pairs
 from turnwise.training.stored import own_task
 
 
@@ -63,6 +67,29 @@ def test_best_of_n_leaves_out_the_tasks_that_the_model_has_learned_from(tmp_path
     assert part.num_groups * 3 == whole.num_groups * 2 > 0
     with pytest.raises(ConfigError, match="has learned from the tasks of the evaluations"):
         best_of_n(model, tmp_path, service, {("guess_number", task) for task in tasks})
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_run_on_an_outcome_model_is_replayed_and_paired_with_its_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempts = [dataclasses.replace(_attempt(f"task {n}"), label=n % 2 == 0) for n in range(60)]
+    write_labelled(tmp_path / "attempts.jsonl", attempts)
+    model, place = str(tmp_path / "orm"), str(tmp_path / "run")
+    train_outcome_model([tmp_path / "attempts.jsonl"], model, OrmConfig(model="tiny", steps=10, batch_size=8))
+    settings: dict[str, Any] = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer(), "steps": 1}
+    settings |= {"env": {"options": {"max_turns": 2}}, "train": {"tasks_per_step": 2}, "rollout": {"group_size": 4}}
+    run = tw.train("guess_number", model="tiny", directory=place, reward={"model": model}, **settings)
+    with RunReader(place) as reader:
+        last = reader.attempt(run.attempts()[0].id).trajectory.turns[-1]
+    assert "judge" in last.reward_parts
+    assert main(["replay", place, "--attempt", "1"]) == 0, capsys.readouterr().out
+    assert "replayed exactly" in capsys.readouterr().out
+    out = tmp_path / "pairs.parquet"
+    assert main(["pairs", place, "--tasks", "4", "--samples", "4", "--out", str(out)]) == 0, capsys.readouterr().err
+    assert all("judge" in side.turns[-1].reward_parts for one in read_pairs(out) for side in (one.pair.chosen,))
+    assert main(["pairs", place, "reward.weights.judge=0", "--out", str(out)]) == 2
+    assert "reward.weights.judge is not read by turnwise pairs" in capsys.readouterr().err
 
 
 def test_every_source_gives_a_share_of_the_most_attempts_and_its_latest(tmp_path: Path) -> None:
