@@ -302,7 +302,7 @@ def _read_runs(targets: Sequence[str], options: PairOptions) -> _Found:
 def _stored_groups(
     run: RunReader, rows: Sequence[AttemptRow], options: PairOptions
 ) -> Iterator[tuple[int, list[Trajectory]]]:
-    """The attempts of a run that may be compared: those at one task, in one step, with one env seed."""
+    """The attempts of a run that may be compared: those at one task, in one step, with one env seed, in one seat."""
     by_task: dict[tuple[int, str], list[AttemptRow]] = defaultdict(list)
     for row in rows:
         by_task[row.step, row.task_id].append(row)
@@ -310,8 +310,8 @@ def _stored_groups(
         by_start: dict[object, list[Trajectory]] = defaultdict(list)
         for row in own:
             trajectory = run.attempt(row.id).trajectory
-            turn = 0 if trajectory.branch is None else trajectory.branch.turn
-            by_start[turn if options.across_seeds else (turn, trajectory.seed)].append(trajectory)
+            start = 0 if trajectory.branch is None else trajectory.branch.turn, trajectory.labels.get("seat")
+            by_start[start if options.across_seeds else (start, trajectory.seed)].append(trajectory)
         yield from ((step, trajectories) for trajectories in by_start.values())
 
 

@@ -131,6 +131,21 @@ def test_a_pair_with_a_side_that_no_loss_reads_is_counted_and_not_written(
     assert "left out: 2 masked" in said
 
 
+def test_attempts_of_a_seat_are_paired_with_those_of_the_same_seat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where both seats of a game were trained, one of them may win whatever is said."""
+
+    def seat(number: int, rewards: Sequence[float]) -> list[Row]:
+        played = [make_attempt([r], attempt=4 * number + i, sizes=[2 + i]) for i, r in enumerate(rewards)]
+        return [("train", 1, replace(one, seed=3, labels={"seat": str(number)})) for one in played]
+
+    run = write_run(tmp_path / "run", [*seat(0, [0.9, 1.0]), *seat(1, [0.0, 0.2])])
+    found, _ = make_pairs(run, tmp_path / "pairs", "dpo", capsys)
+    assert [(one.pair.chosen.attempt, one.pair.rejected.attempt) for one in found] == [(1, 0), (5, 4)]
+    assert [one.pair.reward_difference for one in found] == pytest.approx([0.1, 0.2])
+
+
 def test_refuel_pairs_that_say_the_same_where_they_part_are_counted_and_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
