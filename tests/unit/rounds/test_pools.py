@@ -22,7 +22,7 @@ from turnwise.rounds.route import route
 from turnwise.rounds.store import AttemptVerdict, PoolStore
 from turnwise.rounds.wheel import flywheel
 from turnwise.training.objects import NO_OBJECTS
-from turnwise.training.stored import read_critic_attempts, read_file_dialogues, world_words
+from turnwise.training.stored import HeldOutTasks, read_critic_attempts, read_file_dialogues, world_words
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
 
 WORDS = {"red": 11, "blue": 12, "green": 13}
@@ -121,20 +121,23 @@ def test_a_pool_is_filtered_and_exported_with_its_provenance_and_can_be_learned_
         with pytest.raises(ConfigError, match="no such column"):
             list(pool_rows(store, "sft", "colour = 1"))
     config = read_file("key_door_tiny", ["model=tiny"]).run
-    (replies,) = read_file_dialogues(str(tmp_path / "sft.jsonl"), config)
+    (replies,) = read_file_dialogues(str(tmp_path / "sft.jsonl"), config, HeldOutTasks(config))
     (datum,) = replies.datums
     assert datum.loss_fn_inputs["mask"].tolist() == [0, 1, 0, 0, 1], "the replies, and nothing else"
-    (words,) = read_file_dialogues(str(tmp_path / "continued.jsonl"), config)
+    (words,) = read_file_dialogues(str(tmp_path / "continued.jsonl"), config, HeldOutTasks(config))
     (datum,) = words.datums
     assert datum.loss_fn_inputs["mask"].tolist() == [0, 0, 1, 1], "the world's words, and not the failed replies"
     other = read_file("key_door_tiny", ["env=guess_number"]).run
     with pytest.raises(ConfigError, match=r"was played with env\.name=key_door"):
-        read_file_dialogues(str(tmp_path / "sft.jsonl"), other)
+        read_file_dialogues(str(tmp_path / "sft.jsonl"), other, HeldOutTasks(other))
+    held_out = HeldOutTasks(config, [Task(id="mixed")])
+    with pytest.raises(ConfigError, match="holds nothing to learn from; 1 are at tasks that this run holds out"):
+        read_file_dialogues(str(tmp_path / "sft.jsonl"), config, held_out)
     weighed = read_file("key_door_tiny", ["reward.weights.outcome=2"]).run
-    (lesson,) = read_critic_attempts(str(tmp_path / "sft.jsonl"), weighed)
+    (lesson,) = read_critic_attempts(str(tmp_path / "sft.jsonl"), weighed, HeldOutTasks(weighed))
     assert [turn.reward for turn in lesson.turns] == [0, 2], "a critic learns what this run's attempts would earn"
     with pytest.raises(ConfigError, match=r"critic\.pretrain_from=.* line 1 was played with env\.name=key_door"):
-        read_critic_attempts(str(tmp_path / "sft.jsonl"), other)
+        read_critic_attempts(str(tmp_path / "sft.jsonl"), other, HeldOutTasks(other))
 
 
 def test_a_history_that_was_rewritten_has_no_words_of_the_world_to_learn() -> None:
