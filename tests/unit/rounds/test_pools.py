@@ -238,6 +238,8 @@ def test_without_routing_there_are_as_many_steps() -> None:
         "env.options.num_rooms=3",
         "train.steps=7",
         "eval.tasks=5",
+        "eval.every=5",
+        "eval.keep_best=false",
         "run.dir=elsewhere",
         "cluster.env_workers=2",
     ],
@@ -247,6 +249,25 @@ def test_an_option_that_a_flywheel_does_not_read_is_refused_before_anything_is_w
 ) -> None:
     with pytest.raises(ConfigError, match=f"{option.partition('=')[0]} is not read"):
         flywheel("key_door_tiny", directory=tmp_path / "wheel", overrides=[option])
+    assert not (tmp_path / "wheel").exists()
+
+
+@for_each(
+    ("option", "match"),
+    [
+        ("opponent.panel=[mixed]", "opponent.panel is not read: a flywheel plays against scripts"),
+        (
+            "env.options.opponent=self",
+            "opponent=self is a model, and a flywheel plays against scripts.* expected mixed",
+        ),
+    ],
+)
+def test_an_opponent_that_is_a_model_is_refused_before_anything_is_spent(
+    tmp_path: Path, option: str, match: str
+) -> None:
+    (tmp_path / "wheel.yaml").write_text("{flywheel: {}, model: tiny, env: {name: negotiate}}")
+    with pytest.raises(ConfigError, match=match):
+        flywheel(tmp_path / "wheel.yaml", directory=tmp_path / "wheel", overrides=[option])
     assert not (tmp_path / "wheel").exists()
 
 
