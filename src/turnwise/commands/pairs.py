@@ -32,6 +32,7 @@ from turnwise.errors import ConfigError, DataError
 from turnwise.judges import attach_judge
 from turnwise.models.config import ModelConfig
 from turnwise.opponents.seating import scripted_twin
+from turnwise.outcomes import attach_outcome_model
 from turnwise.rollout.branch import BranchRollout, check_can_branch
 from turnwise.rollout.group import Rollout, RolloutResult
 from turnwise.rollout.seeds import derive_seed
@@ -184,7 +185,18 @@ def _provenance(targets: Sequence[str], options: PairOptions, found: _Found) -> 
     )
 
 
+def _check_read(overrides: Sequence[str]) -> None:
+    """Refuse weights and shaping of rewards: pairs are chosen by rewards as they were played."""
+    for name in (text.partition("=")[0].strip() for text in overrides):
+        if name.startswith("reward.") and name != "reward.model":
+            raise ConfigError(
+                f"{name} is not read by turnwise pairs, which compares attempts by their rewards as they were played; "
+                "leave it out"
+            )
+
+
 def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found:
+    _check_read(overrides)
     policy = open_policy(target, options.env, options.step, overrides)
     if options.env is None and not is_run(Path(target)):
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
@@ -194,6 +206,7 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
     tasks = distinct_tasks(parts.world, "train", options.num_tasks, derive_seed(policy.config.train.seed, "tasks"))
     with policy:
         attach_judge(parts.world, policy.service)
+        attach_outcome_model(parts.world, policy.service)
         with policy.opposed(parts.world, parts.rollout) as world:
             seated = replace(parts, world=world)
             played = asyncio.run(_play_tasks(policy, policy.sampler, seated, tasks, options))

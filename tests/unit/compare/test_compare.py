@@ -119,6 +119,25 @@ def test_methods_of_one_world_and_seed_share_their_warm_up(tmp_path: Path) -> No
             assert list(own.values()) == [shared] * 4
 
 
+def test_runs_that_see_other_prompts_or_are_measured_otherwise_have_warm_ups_of_their_own(tmp_path: Path) -> None:
+    """A memory changes the prompts that a warm-up learns, and a panel of opponents its evaluation."""
+
+    def shared(world: str, *own: str) -> list[tuple[str, ...]]:
+        """The warm-ups that the runs of a grid wait for, in the order of the methods."""
+        methods = ",".join(["grpo", *(f"grpo[{options}]" for options in own)])
+        arguments = [f"methods={methods}", f"worlds={world}", "model=tiny", "seeds=1", f"dir={tmp_path}", "tokens=9"]
+        jobs = [run.job for run in Grid.plan(parse_request([*arguments, "warmup.steps=2"])).runs]
+        return [tuple(needed.name for needed in job.needs) for job in jobs if job is not None]
+
+    plain, same, *other = shared(
+        "key_door", "train.learning_rate=1e-3", "memory.window=2", "memory.window=2;eval.every=3"
+    )
+    assert plain == same != ()
+    assert plain not in other
+    plain, same, other = shared("negotiate", "opponent.keep_last=3", "opponent.temperature=0.5")
+    assert (plain == same, other) == (True, ())
+
+
 def test_the_first_run_finds_the_bound_where_nobody_gave_one(tmp_path: Path) -> None:
     arguments = [
         "methods=sft,grpo,rloo",
