@@ -184,6 +184,22 @@ def test_a_compared_run_is_measured_and_talks_on_a_server_and_so_does_its_export
         assert theirs != pytest.approx(untrained, abs=1e-2), "the adapter is there"
 
 
+def test_the_bench_measures_a_server_that_runs_beside_our_engine_and_leaves_it_as_it_was(
+    vllm: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = loaded_adapters(vllm)
+    sizes = ("--prompts=4", "--prompt-tokens=16", "--new-tokens=8", "--dialogues=0", "--repeats=1", f"--rank={RANK}")
+    server = ("--backend=vllm", f"--server-url={vllm.url}", "--weights=adapter")
+    assert main(["bench", "sample", f"--model={vllm.model}", "--dtype=float32", *sizes, *server, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for side in ("local", "vllm"):
+        assert found[f"{side}_drift_tokens"] == 8 * 8
+        assert found[f"{side}_drift_abs_max"] < 1e-3, "both sample from the trainer's adapter"
+        assert 0 < found[f"{side}_publish_ms"] < found[f"{side}_publish_to_token_ms"]
+        assert found[f"{side}_tokens_per_s"] > 0
+    assert loaded_adapters(vllm) == before
+
+
 @contextmanager
 def a_server_that_never_answers() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:

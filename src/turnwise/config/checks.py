@@ -11,7 +11,7 @@ from turnwise.rollout.server_options import SHARED_OPTIONS
 if TYPE_CHECKING:
     from turnwise.config.config import Config
 
-READS_WHOLE = ("vllm", "vllm_in_process")
+READS_WHOLE = ("vllm", "vllm_in_process", "sglang")
 """Other people's samplers that take whole weights with `rollout.publish=weights`."""
 
 
