@@ -84,7 +84,7 @@ RESTART = "restart"
 
 
 def restarted(messages: Sequence[Message]) -> list[Message]:
-    """The messages as a new beginning: the next prompt shows nothing from before them."""
+    """The messages start the dialogue anew: the next prompt shows nothing before them."""
     return [replace(messages[0], name=RESTART), *messages[1:]]
 
 

@@ -210,7 +210,7 @@ class SglangDialect(ServerDialect):
         return answer
 
     def _check_weights(self, spans: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse what weights drew that somebody else brought: adapters were trained on others."""
+        """Refuse replies of weights that another run loaded: this run's adapters were trained on other weights."""
         others = [str(span.get("version")) for span in spans if str(span.get("version")) not in self._known]
         if self._known and others:
             raise ServerGoneError(

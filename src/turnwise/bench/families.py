@@ -270,7 +270,7 @@ def draw_ids(count: int, seed: int) -> Ids:
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """What the angles of a sequence depend on."""
+    """How the angles of a rotation follow from the length of a sequence."""
 
     switch: int | None = None
     """LongRoPE: a token behind this many is predicted with other angles."""

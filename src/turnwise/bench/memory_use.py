@@ -1,4 +1,4 @@
-"""What an attempt holds while it is played, by its length, with and without a memory: prompt, KV blocks, RSS.
+"""What an attempt needs while it is played (prompt, KV blocks, RSS), by its length, with and without a memory.
 
     python -m turnwise.bench.memory_use --cells 24 60 100 200
 
@@ -83,7 +83,7 @@ class CountingSampler(SamplingClient):
 
 
 def measure_use(memory: str, cells: int, attempts: int) -> Use:
-    """Play forms of so many cells."""
+    """Play forms with `cells` cells."""
     options = MEMORIES[memory]
     with tempfile.TemporaryDirectory() as place:
         directory = write_longer_tiny(Path(place) / "tiny", POSITIONS)

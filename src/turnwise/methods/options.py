@@ -338,7 +338,7 @@ class PolicyTerms(PolicyOptions, MethodOptions):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], own: str) -> PydanticCustomError:
-    """The error about a `kind` (a loss, a method) that nobody ships; `own` is how the user names their own one."""
+    """The error about an unknown loss or method (`kind`); `own` is how the user names their own one."""
     choices = list(known)
     near = nearest(name, choices, cutoff=0.6)
     guess = "" if near is None else f"; did you mean {near}?"

@@ -76,8 +76,8 @@ class Ppo:
         positive_nll: float = Field(
             default=0.0,
             ge=0,
-            description="Add so many times the mean negative log-likelihood of the step's successful attempts to the "
-            "loss; VAPO uses 0.1.",
+            description="Weight of the mean negative log-likelihood of the step's successful attempts, which is added "
+            "to the loss; VAPO uses 0.1.",
         )
 
         default_loss = "ppo"

@@ -40,7 +40,7 @@ class FlywheelConfig(Section):
     refresh_verdict: int = Field(
         default=0,
         ge=0,
-        description="For the directory of an outcome model: train it again before every so many rounds, on the "
+        description="For the directory of an outcome model: number of rounds after which it is trained again, on the "
         "attempts so far that the world's verifier has judged; 0: never.",
     )
     judge_model: str = Field(default="", description="The judge's model; a name at judge_url, or a model of turnwise.")

@@ -1,4 +1,4 @@
-"""Who says which attempts are good: the world's verifier, a judge, an outcome model, or nobody."""
+"""What decides which attempts are good: the world's verifier, a judge, an outcome model, or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The critic in a run: asked about attempts before the policy learns from them, then taught what came of them.
+"""The critic in a run: it values attempts before the policy learns from them, and then learns their returns.
 
 It is a `TrainingClient` of its own, with the loss `value`. Before the policy's first step it may be trained alone, on
 attempts of the policy as it is (`pretrain.py`); a critic that knows nothing gives advantages that are noise, and a
@@ -83,7 +83,7 @@ class Critic:
         ]
 
     async def held_out_errors(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """How far its values are from what came of attempts that nobody learns from, by fifth of the attempt.
+        """The error of its values on attempts that are not trained on, by fifth of the attempt.
 
         What came is the plain return, whatever lambda its targets have.
         """

@@ -60,7 +60,7 @@ class Turnstile:
 
     @contextlib.asynccontextmanager
     async def beside_others(self) -> AsyncIterator[None]:
-        """Wait until nobody is alone inside, or waits to be."""
+        """Enter together with others. First wait until no caller is alone inside or waits for `alone`."""
         async with self._is_free:
             await self._is_free.wait_for(lambda: not self._num_alone)
             self._num_inside += 1

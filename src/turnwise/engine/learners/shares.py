@@ -42,7 +42,7 @@ def share_datums(sequences: Sequence[Ids], num_learners: int, units: Sequence[in
 
 
 def _cut(costs: Sequence[int], shared: Sequence[int], most: int) -> list[list[int]]:
-    """Fill one piece after the other with at most so many tokens; what follows its neighbour shares its beginning."""
+    """Fill one piece after the other up to a limit of tokens. Neighbours share their beginnings."""
     pieces: list[list[int]] = []
     load = 0
     for unit, cost in enumerate(costs):

@@ -84,7 +84,7 @@ def kept_bytes(sizes: ModelSizes, itemsize: int, rank: int, facts: DeviceFacts) 
 
 
 Activations = Literal["auto", "keep", "recompute", "split"]
-"""`engine.activations`"""
+"""The values of the option `engine.activations`."""
 PLAIN_STRETCH = 4 / 3
 """Transformers' layers keep about this many times what ours do."""
 MIN_PART_TOKENS = 256

@@ -309,7 +309,7 @@ class FewRowOps(Protocol):
     """A decode step of few rows, in few launches; none of them records a gradient."""
 
     def takes(self, num_rows: int, dtype: torch.dtype) -> bool:
-        """Whether this is the fastest way for so many rows."""
+        """Whether this is the fastest way for this number of rows."""
         ...
 
     def project(
