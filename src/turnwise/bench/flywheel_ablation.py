@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.bench.pooled import run_jobs
-from turnwise.rounds.wheel import Flywheel, flywheel
+from turnwise.bench.study_jobs import run_jobs
+from turnwise.rounds.flywheel import Flywheel, flywheel
 from turnwise.runlog.reader import RunReader, is_run
 
 ARMS: dict[str, list[str]] = {

@@ -31,7 +31,7 @@ from turnwise.credit.values import (
 from turnwise.methods.base import Lesson
 from turnwise.renderers.base import Renderer
 from turnwise.training.metrics import strip_reductions
-from turnwise.trajectory import Message, Trajectory
+from turnwise.trajectory import Trajectory
 from turnwise.types import AdamParams, Datum
 
 NUM_PARTS = 5
@@ -158,15 +158,13 @@ class Critic:
         last = trajectory.turns[-1]
         if not trajectory.is_truncated or not last.observation:
             return ()
-        history: list[Message] = list(trajectory.start)
-        for turn in trajectory.turns[:-1]:
-            history += [turn.reply, *turn.observation]
+        history = replace(trajectory, turns=trajectory.turns[:-1]).messages
         ids = self._renderer.extend(last.prompt_ids, last.sampled_ids, last.observation, history=history).ids
         return ids if len(ids) <= self._max_tokens else ()
 
 
 MIN_RISE = 0.01
-"""A rise of the explained variance by so much counts as better."""
+"""The smallest rise of the explained variance that counts as better."""
 MIN_FALL = 0.02
 """A fall of the loss by this share of it counts as better. A critic that still learns the mean explains no variance
 yet, but its loss falls."""
