@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.bench.pooled import run_jobs
+from turnwise.bench.study_jobs import run_jobs
 from turnwise.compare.results import Result, area_under, summarize
 from turnwise.models.tiny import write_tiny
 from turnwise.runlog.reader import RunReader, is_run

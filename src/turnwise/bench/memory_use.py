@@ -22,7 +22,6 @@ from typing import Any
 
 from turnwise.bench.long_study import write_longer_tiny
 from turnwise.client.base import SamplingClient
-from turnwise.client.engines import load_tokenizer
 from turnwise.client.futures import ApiFuture, completed
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
@@ -31,6 +30,7 @@ from turnwise.errors import NotSupportedError
 from turnwise.memory.config import NO_MEMORY, MemoryConfig
 from turnwise.memory.renderer import MemoryRenderer
 from turnwise.memory.world import MemoryWorld
+from turnwise.models.tokenizer import load_tokenizer
 from turnwise.renderers import get_renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.play import Attempt, play

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from turnwise.bench.pooled import run_jobs
+from turnwise.bench.study_jobs import run_jobs
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.orm import OrmConfig, train_outcome_model
 from turnwise.training.run import Run, train

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from turnwise.bench.pooled import run_jobs
+from turnwise.bench.study_jobs import run_jobs
 from turnwise.compare.results import Result, paired_difference
 from turnwise.config.files import load_config
 from turnwise.runlog.reader import is_run

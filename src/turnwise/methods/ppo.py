@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from turnwise.credit.calibrate import calibrate_by_world
-from turnwise.credit.gae import Gae, whiten_by_world
+from turnwise.credit.gae import Gae, Level, whiten_by_world
 from turnwise.credit.weights import Weighting, token_mean
 from turnwise.errors import DataError
 from turnwise.losses.table import Settings
@@ -52,7 +52,7 @@ class Ppo:
 
         name: str = "ppo"
         loss_fn: str = Field(default="ppo", description=FreeLoss.model_fields["loss_fn"].description)
-        gae: Literal["token", "turn", "bilevel"] = Field(
+        gae: Level = Field(
             default="token",
             description="What one step of the advantage's recursion is: a token or a turn; bilevel takes turns "
             "first, then tokens.",

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from turnwise.engine.training.pack import num_shared
+
 Ids = NDArray[np.int64]
 
 
@@ -28,9 +30,9 @@ def share_datums(sequences: Sequence[Ids], num_learners: int, units: Sequence[in
         members.setdefault(unit, []).append(index)
     walk = sorted(members.values(), key=lambda own: tuple(sequences[own[0]].tolist()))
     costs = [_cost(sequences, own) for own in walk]
-    shared = [0, *(_num_shared(sequences[a[-1]], sequences[b[0]]) for a, b in itertools.pairwise(walk))]
+    shared = [0, *(num_shared(sequences[a[-1]], sequences[b[0]]) for a, b in itertools.pairwise(walk))]
     low, high = max(costs, default=0), sum(costs)
-    while low < high:  # the least load with which a cut into so many pieces exists
+    while low < high:  # the least load with which such a cut exists
         middle = (low + high) // 2
         if len(_cut(costs, shared, middle)) <= num_learners:
             high = middle
@@ -60,12 +62,5 @@ def _cost(sequences: Sequence[Ids], own: Sequence[int]) -> int:
     """Tokens that a unit computes."""
     total = len(sequences[own[0]])
     for before, index in itertools.pairwise(own):
-        total += len(sequences[index]) - _num_shared(sequences[before], sequences[index])
+        total += len(sequences[index]) - num_shared(sequences[before], sequences[index])
     return total
-
-
-def _num_shared(first: Ids, second: Ids) -> int:
-    """Leading tokens that two sequences have in common."""
-    length = min(len(first), len(second))
-    differs = np.nonzero(first[:length] != second[:length])[0]
-    return int(differs[0]) if len(differs) else length

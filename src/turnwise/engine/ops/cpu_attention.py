@@ -212,9 +212,7 @@ _bind = functools.cache(AttentionKernels)
 
 
 def _kernels() -> AttentionKernels:
-    library = build.library()
-    assert library is not None, "chosen only where the library is built"
-    return _bind(library)
+    return _bind(build.built_library())
 
 
 def attend(sides: Saved, rule: AttentionRule, *, is_causal: bool, is_added: bool = False) -> None:

@@ -131,7 +131,7 @@ class Tau2World:
             and (self.idle_tasks or not solves_itself(self.domain, name))
         ]
         if not found and count:
-            raise ConfigError(f"{self.name} has no {split} task with so few calls; raise max_calls")
+            raise ConfigError(f"{self.name} has no {split} task with at most {self.max_calls} calls; raise max_calls")
         return draw(found, count, random_for(self.name, self.pool, split, seed)) if count else []
 
     def make_env(self, task: Task, seed: int) -> SeatedEnv:
