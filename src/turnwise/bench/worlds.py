@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """What attempts of one player came to."""
+    """The results of one player's attempts."""
 
     successes: float
     """Share of all attempts."""

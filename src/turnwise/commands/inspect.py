@@ -7,7 +7,6 @@ import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from turnwise.commands.train import say
 from turnwise.config.config import Config
@@ -15,6 +14,7 @@ from turnwise.config.files import config_from_yaml
 from turnwise.envs.base import Task
 from turnwise.errors import DataError
 from turnwise.judges import attach_judge, needs_service
+from turnwise.models.tokenizer import load_tokenizer
 from turnwise.opponents.seating import seat_record
 from turnwise.outcomes import attach_outcome_model, has_outcome_model
 from turnwise.rollout.certify import Certificate
@@ -99,7 +99,7 @@ def run_replay(target: str, attempt_id: int | None) -> ExitCode:
     rollout = config.rollout.for_task(world, task.id, find_facts(config).context_length)
     if stored.row.phase == "eval":
         rollout = make_eval_rollout(config, rollout)
-    renderer = make_renderer(_load_tokenizer(directory), config.rollout, config.memory)
+    renderer = make_renderer(load_tokenizer(directory), config.rollout, config.memory)
     with contextlib.ExitStack() as stack:
         if needs_service(world) or has_outcome_model(world):
             service = stack.enter_context(make_service(config, Path(target)))
@@ -122,10 +122,3 @@ def _list_attempts(run: RunReader) -> None:
             f"{row.id:>7}  step {row.step:<5} {row.phase:<5} {row.outcome:<10} {row.end_reason:<11} "
             f"reward {row.reward:<6g} {row.num_turns} turns  {row.task_id}"
         )
-
-
-def _load_tokenizer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    loader: Any = AutoTokenizer
-    return loader.from_pretrained(str(directory))

@@ -69,7 +69,7 @@ class PairOptions:
     env: str | None = None
     num_tasks: int = 64
     num_tokens: int = 0
-    """Stop once so many tokens were sampled; 0: play all tasks."""
+    """Number of sampled tokens after which to stop; 0: play all tasks."""
     samples: int | None = None
     turn: TurnDistribution = "uniform"
     is_stored: bool = False

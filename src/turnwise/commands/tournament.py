@@ -118,7 +118,7 @@ def _check_names(players: Sequence[str]) -> None:
         raise ConfigError(f"{twice[0]} is named twice; each player plays once")
     for name in players:
         if name in (SELF, POOL):
-            raise ConfigError(f"{name} is nobody in particular; name a run, a checkpoint, base, a script or a model")
+            raise ConfigError(f"{name} does not name one player; name a run, a checkpoint, base, a script or a model")
 
 
 def _open(players: Sequence[str], overrides: Sequence[str], env: str | None) -> PolicySampler:

@@ -88,7 +88,7 @@ class Standings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TournamentLimits:
-    """How the games are played, whoever plays."""
+    """How the games are played, for all players."""
 
     deadline_s: float = OPPONENT_DEADLINE_S
     """Seconds for one reply."""

@@ -122,7 +122,7 @@ class RunCheckpoints:
 
         Args:
             start: Where the run begins; it names the checkpoints that are there, and the best of them.
-            max_kept: The latest so many are kept, and the best beside them.
+            max_kept: How many of the latest are kept; the best one is kept too.
             critic: Saved with every checkpoint of the policy.
             delete: Deletes a checkpoint by its path; default: from the run's directory.
         """
@@ -345,7 +345,7 @@ def best_evaluation(run: RunReader, up_to: int | None = None) -> EvaluationRow |
     run keeps no best.
 
     Args:
-        up_to: look at the first so many steps only.
+        up_to: look at no step after this one.
     """
     config = config_from_yaml(run.config_yaml, str(run.directory))
     if not config.eval.keep_best:

@@ -437,7 +437,7 @@ class Loop:
         return await self._interrupt.unless(work)
 
     async def _judge_critic(self, evaluation: Evaluation) -> None:
-        """How far the critic's values are from what came of held-out attempts."""
+        """The error of the critic's values on held-out attempts."""
         groups = [shape_group(group, self._parts.shaping) for group in evaluation.played.groups]
         trajectories = [one for group in groups for one in group.trajectories]
         if self._critic is None or not trajectories:
@@ -493,5 +493,5 @@ class Loop:
 
 
 def _is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps, or never if that is 0, happens after `step` of them."""
+    """Whether something that is due every `every` steps (0: never) is due after step `step`."""
     return bool(every and step and step % every == 0)

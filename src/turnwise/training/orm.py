@@ -233,7 +233,7 @@ def _open_source(source: str | Path) -> _FileSource | _RunSource:
 
 
 def _equal_shares(counts: Sequence[int], most: int) -> list[int]:
-    """How many to take of each, `most` in all: equally many, as far as each has them."""
+    """How many to take of each, `most` in all: the same number of each, or all of one that has fewer."""
     shares = [0] * len(counts)
     for place, index in enumerate(sorted(range(len(counts)), key=counts.__getitem__)):
         shares[index] = min(counts[index], most // (len(counts) - place))

@@ -39,7 +39,7 @@ class StoredPair:
     kind: PairKind
     """How it was made: the best against the worst of some dialogues, or two continuations of one."""
     world: str
-    """As `env.name` names it; the path of a file is whole."""
+    """The world's name as in `env.name`; if that is a file, its absolute path."""
     model: str
     """The base model that sampled, as `model.name` names it; the path of a directory is whole."""
     run: str = ""

@@ -111,7 +111,7 @@ class Batches:
 
     @property
     def is_played(self) -> bool:
-        """The policy is sampled from."""
+        """The clients that sample from the policy."""
         return self._source == "rollouts"
 
     async def batch(self, index: int, sampler: SamplingClient) -> CriticBatch:

@@ -114,7 +114,7 @@ def train(
 def start(target: Target, **arguments: Any) -> Run:
     """Start a run, with the arguments of `train`, and give it back at once; it goes on in a thread of its own.
 
-    `run.wait()` waits for the end. Code in an event loop waits so: `run = await tw.start(...).wait_async()`.
+    `run.wait()` waits for the end. In an event loop, write `run = await tw.start(...).wait_async()`.
 
     >>> import turnwise as tw
     >>> quick = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}

@@ -17,7 +17,7 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.checkpoint import saved_critic
 from turnwise.training.orm import SCORED_AT_ONCE, score_conversations
 from turnwise.training.policy import PolicySampler
-from turnwise.trajectory import Message, Trajectory
+from turnwise.trajectory import Trajectory
 from turnwise.watch.curve import BudgetLine, budgets_svg
 from turnwise.watch.intervals import Interval
 from turnwise.watch.scaling import ScaledAttempt, ScalePoint, scale_points
@@ -112,7 +112,7 @@ class OutcomeJudge:
 
     def score(self, attempts: Sequence[Trajectory], policy: PolicySampler) -> list[float]:
         self.model.attach(policy.service)  # pyright: ignore[reportArgumentType]
-        return score_conversations(self.model, [_messages(one) for one in attempts], policy.service)
+        return score_conversations(self.model, [one.messages for one in attempts], policy.service)
 
 
 def critic_of(policy: PolicySampler) -> CriticJudge:
@@ -151,13 +151,6 @@ def measure_scaling(policies: Mapping[str, PolicySampler], judge: OutcomeJudge |
         points[name] = scale_points(_attempts(groups, scores))
         num_failed[name] = played.row.num_failed
     return Scaling(world=config.env.name, samples=config.eval.samples, points=points, num_failed=num_failed)
-
-
-def _messages(trajectory: Trajectory) -> list[Message]:
-    messages = list(trajectory.start)
-    for turn in trajectory.turns:
-        messages += [turn.reply, *turn.observation]
-    return messages
 
 
 def _attempts(groups: Sequence[Sequence[Trajectory]], scores: Sequence[float] | None) -> list[list[ScaledAttempt]]:

@@ -166,7 +166,7 @@ def train_rows(run: RunReader, member: str = "") -> list[AttemptRow]:
 
 
 def altered(row: AttemptRow, stored: Config) -> set[Altered]:
-    """What of a stored attempt is not what was played, but what the run's method made of it.
+    """The parts of a stored attempt that the run's method changed after it was played.
 
     Nothing, since run directories of version 5.
     """
@@ -329,7 +329,7 @@ def read_critic_attempts(path: str, config: Config, held_out: HeldOutTasks) -> l
 
 
 def _shaping_left(row: AttemptRow, stored: Config, wanted: Shaping, option: str) -> Shaping:
-    """What is to be made of a row's rewards: everything, where they are as they were played."""
+    """The shaping that a row's rewards still need: all of it, unless they are stored as shaped."""
     if "rewards" in altered(row, stored):
         if make_shaping(stored) == wanted:
             return NO_SHAPING

@@ -68,7 +68,7 @@ class Taken:
     """For each group in which something was drawn: the updates since its oldest token."""
 
     def result(self) -> RolloutResult:
-        """As if it had been played in one go, in the order of their numbers."""
+        """What was played, in one result: groups in the order of their numbers."""
         stats = [*(entry.stats for entry in self.entries), *(_as_stale(entry) for entry in self.stale)]
         outcomes: list[TrajectoryGroup | DroppedGroup | None] = []
         for entry in self.entries:
@@ -318,7 +318,7 @@ class Supply:
             task_after=parts.rollout.quarantine_task_after, world_after=parts.rollout.quarantine_world_after
         )
         self.failures = FirstFailures()
-        """Is told every failure of an attempt as it happens."""
+        """Receives every failure of an attempt as it happens."""
         self._stored: ShuffledItems[Any] | None = None
         self.left_out: Finding | None = None
         """Says which stored data is left out; None: nothing is."""

@@ -201,7 +201,7 @@ def test_the_command_rates_scripts_and_refuses_what_is_no_player(
     for players, words in (
         (["tough"], "needs two"),
         (["tough", "tough"], "named twice"),
-        (["tough", "pool"], "nobody in particular"),
+        (["tough", "pool"], "does not name one player"),
         (["tough", "no-such-player"], "expected a script"),
     ):
         assert main([*command, *players]) == 2

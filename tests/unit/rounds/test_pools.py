@@ -21,9 +21,9 @@ from turnwise.errors import ConfigError
 from turnwise.rounds.config import FlywheelConfig, FlywheelFile, read_file
 from turnwise.rounds.dial import LevelTasks, TaskDial
 from turnwise.rounds.export import pool_rows, write_pool
+from turnwise.rounds.flywheel import flywheel
 from turnwise.rounds.route import route
 from turnwise.rounds.store import AttemptVerdict, PoolStore
-from turnwise.rounds.wheel import flywheel
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
 from turnwise.training.stored import HeldOutTasks, own_task, read_critic_attempts, read_file_dialogues, world_words
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
@@ -349,6 +349,6 @@ def test_pools_are_shown_and_written_to_parquet_from_the_command_line(
     assert [row["round"] for row in rows["preference"]] == [1]
     capsys.readouterr()
     assert main(["pools", wheel]) == 0
-    assert "sft 2, rl 1, preference 1" in capsys.readouterr().out
+    assert "sft 2, preference 1, rl 1" in capsys.readouterr().out
     assert main(["pools", wheel, "--pool", "sft", "--out", str(tmp_path / "sft.csv")]) == 2
     assert ".parquet" in capsys.readouterr().err

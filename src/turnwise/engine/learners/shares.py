@@ -47,7 +47,7 @@ def share_datums(
     ]
     shared = [0, *(saved(a[-1], b[0]) for a, b in itertools.pairwise(walk))]
     low, high = max(costs, default=0), sum(costs)
-    while low < high:  # the least load with which a cut into so many pieces exists
+    while low < high:  # the least load with which such a cut exists
         middle = (low + high) // 2
         if len(_cut(costs, shared, middle)) <= num_learners:
             high = middle
@@ -59,7 +59,7 @@ def share_datums(
 
 
 def _cut(costs: Sequence[int], shared: Sequence[int], most: int) -> list[list[int]]:
-    """Fill one piece after the other with at most so many tokens; what follows its neighbour shares its beginning."""
+    """Fill one piece after the other up to a limit of tokens. Neighbours share their beginnings."""
     pieces: list[list[int]] = []
     load = 0
     for unit, cost in enumerate(costs):

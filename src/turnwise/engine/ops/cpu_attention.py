@@ -77,7 +77,7 @@ def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, rule: Attentio
 
 
 def _is_not_for_flash(plan: TreePlan, rule: AttentionRule) -> bool:
-    """Whether PyTorch's kernels, which know no windows and no soft caps, cannot compute this."""
+    """Whether PyTorch's kernels cannot compute this, because they have no windows and no soft caps."""
     return rule.softcap is not None or plan.window_runs(rule.window) is not None
 
 
@@ -212,9 +212,7 @@ _bind = functools.cache(AttentionKernels)
 
 
 def _kernels() -> AttentionKernels:
-    library = build.library()
-    assert library is not None, "chosen only where the library is built"
-    return _bind(library)
+    return _bind(build.built_library())
 
 
 def attend(sides: Saved, rule: AttentionRule, *, is_causal: bool, is_added: bool = False) -> None:

@@ -112,9 +112,7 @@ _bind = functools.cache(ProductKernel)
 
 
 def _kernel() -> ProductKernel:
-    library = build.library()
-    assert library is not None, "chosen only where the library is built"
-    return _bind(library)
+    return _bind(build.built_library())
 
 
 def product(

@@ -71,7 +71,7 @@ class TextArenaWorld:
             players: Number of players. The default is the smallest number that the game takes.
             seat: The policy's seat, from 0. By default each task picks one.
             opponent: "random" (a random legal move) or module:function.
-            max_turns: The game is truncated after so many turns of the policy.
+            max_turns: Number of the policy's turns after which the game is truncated.
         """
         self.peer = import_peer("textarena", extra="textarena")
         self.game = game

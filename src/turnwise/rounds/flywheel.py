@@ -1,7 +1,7 @@
 """`turnwise.flywheel`: rounds that turn a model's own attempts into the next model.
 
-    wheel = turnwise.flywheel("key_door_tiny", directory="runs/wheel")
-    [row["success"] for row in wheel.evaluations]          # on the same held-out tasks after every round
+    done = turnwise.flywheel("key_door_tiny", directory="runs/flywheel")
+    [row["success"] for row in done.evaluations]           # on the same held-out tasks after every round
 
     round:  play -> judge -> route -> continued -> sft -> preference -> rl -> evaluate -> tasks
 
@@ -22,14 +22,14 @@ from turnwise.envs.difficulty import levels_of
 from turnwise.envs.registry import load_target
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.opponents.seating import two_sided
-from turnwise.rounds.config import SECTION, TRAINED_STAGES, WORDS, FlywheelConfig, FlywheelFile, read_file
+from turnwise.rounds.config import SECTION, WORDS, FlywheelConfig, FlywheelFile, read_file
 from turnwise.rounds.dial import LevelTasks, TaskDial
 from turnwise.rounds.learn import StageRuns
 from turnwise.rounds.play import RoundPlayer
 from turnwise.rounds.refresh import STAGE, check_refresh, is_due, refresh, verdict_of
 from turnwise.rounds.route import route
 from turnwise.rounds.store import PoolStore, is_flywheel
-from turnwise.rounds.tables import OVERALL
+from turnwise.rounds.tables import OVERALL, POOLS
 from turnwise.rounds.verdicts import check_source, open_source
 from turnwise.training.arguments import check_overrides_list
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
@@ -210,7 +210,7 @@ def _pairs(began: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, dict[s
 
 def _current(store: PoolStore) -> str:
     """The weights that the last stage that trains left; empty: the base model."""
-    order = ("warmup", *TRAINED_STAGES)
+    order = ("warmup", *POOLS)
     rows = [row for row in store.query("SELECT * FROM stages") if row["stage"] in order]
     if not rows:
         return store.meta("start") or ""
@@ -264,7 +264,7 @@ class _Rounds:
             self._judge(number, report)
         if self._store.stage(number, "route") is None:
             self._route(number, report)
-        for stage in TRAINED_STAGES:
+        for stage in POOLS:
             if self._store.stage(number, stage) is None:
                 detail = self._runs.train(number, stage, _current(self._store))
                 self._store.finish(number, stage, **detail)
