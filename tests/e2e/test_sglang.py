@@ -173,6 +173,13 @@ def test_servers_on_the_trainers_device_give_their_memory_back_while_it_learns(
     assert "did not wake up" in "".join(capsys.readouterr())
 
 
+def test_a_version_is_published_once_also_when_it_was_evaluated(tmp_path: Path, stubs: list[SglangStub]) -> None:
+    short = ("rollout.group_size=6", "rollout.max_tokens_per_turn=8", "train.steps=2", "eval.tasks=2", "eval.every=1")
+    assert train(tmp_path, stubs[:1], *short) == 0
+    names = {body["lora_path"] for body in stubs[0].bodies if "lora_path" in body}
+    assert sorted(name.split("-")[2] for name in names) == ["v0", "v1", "v2"]
+
+
 WEIGHTS = ("model.train=full", "rollout.publish=weights", "train.learning_rate=1e-3", "rollout.group_size=6")
 
 

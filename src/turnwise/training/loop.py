@@ -24,6 +24,7 @@ from turnwise.doctor import diagnose
 from turnwise.errors import LearnerError
 from turnwise.opponents.interface import RunOpponents
 from turnwise.renderers.base import Renderer
+from turnwise.rollout.config import SERVER_BACKENDS
 from turnwise.rollout.group import Rollout
 from turnwise.rollout.stats import FirstFailures
 from turnwise.runlog.reader import RunReader
@@ -350,7 +351,8 @@ class Loop:
     async def _publish_unread(self) -> None:
         """Begin a synchronous step with nothing read: prompts of an evaluation stay cached under their weights, and a
         prompt that begins like them is then rounded otherwise than in a resumed run, which does not evaluate again."""
-        if self._is_read and not self._config.train.max_staleness:
+        is_server = self._config.rollout.backend in SERVER_BACKENDS  # it rounds by what else is in its batch anyway
+        if self._is_read and not self._config.train.max_staleness and not is_server:
             self._sampler = await self._publish()
             self.supply.publish(self._sampler)
 

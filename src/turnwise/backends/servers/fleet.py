@@ -329,7 +329,7 @@ class Fleet:
     async def _admit(self, server: _Server) -> None:
         """Let a server take requests, if it is what the run needs, has all versions, and answers."""
         try:
-            async with asyncio.timeout(self.times.check_s):
+            async with asyncio.timeout(self.times.first_s):
                 facts = await server.dialect.facts()
             self._check_facts(server.url, facts)
             server.wrong = None
@@ -359,7 +359,7 @@ class Fleet:
         """Have a server draw with the newest version, and compare."""
         newest = list(self._live.values())[-1:] or [ServedWeights(version=0)]
         request = self._probe.request
-        async with asyncio.timeout(max(self.times.check_s, self.times.request_s / 4)):
+        async with asyncio.timeout(self.times.first_s):
             answer = await server.dialect.generate(request, newest[0])
         check_answer(answer, request, server.url)
         await self._probe.check(server.url, answer.sequences[0])

@@ -37,6 +37,8 @@ class ServerInMemory(ServerDialect):
         super().__init__(url)
         self.is_dead = self.is_hung = self.is_slow_to_load = self.dies_of_scoring = self.says_nonsense = False
         self.vocabulary = 100
+        self.facts_s = 0.0
+        """How long it takes to say what it serves."""
         self.logprob = -1.0
         self.refuses_load = False
         self.adapters: set[str] = set()
@@ -78,6 +80,7 @@ class ServerInMemory(ServerDialect):
         self._check_alive()
         if self.says_nonsense:
             raise KeyError("logprobs")
+        await asyncio.sleep(self.facts_s)
         return ServerFacts(model="m", vocabulary=self.vocabulary)
 
     async def healthy(self) -> bool:
@@ -566,3 +569,20 @@ async def test_replies_wait_while_weights_are_replaced_and_have_all_their_time_a
         await publishing
         assert (await waiting).sequences[0].tokens == [7, 8]
         assert (fleet.stats.num_lost, fleet.stats.num_retries) == (0, 0), "nobody is to blame"
+
+
+async def test_a_server_that_is_slow_at_first_is_let_in_and_not_started_again() -> None:
+    (server,) = servers = make_servers(1)
+    server.facts_s = 2 * TIMES.check_s
+    asked: list[bool] = []
+
+    async def revive(_url: str, is_stuck: bool) -> bool:
+        asked.append(is_stuck)
+        return False
+
+    fleet = Fleet(servers, times=replace(TIMES, request_s=16 * TIMES.check_s, wait_s=30.0), revive=revive)
+    try:
+        await fleet.start()
+        assert (fleet.num_ready, asked) == (1, [])
+    finally:
+        await fleet.close()
