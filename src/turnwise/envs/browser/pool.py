@@ -221,6 +221,8 @@ class BrowserPool:
             except Exception as error:
                 chromium.num_taken -= 1
                 await self._end(chromium)
+                if isinstance(error, ConfigError):
+                    raise
                 if is_last_try:
                     raise AttemptFailed(Party.ENV, f"Chromium did not start: {_first_line(error)}") from error
         raise AssertionError
