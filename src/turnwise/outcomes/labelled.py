@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.envs.base import Split
+from turnwise.envs.joint import without_level
 from turnwise.envs.splits import split_of
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -70,7 +71,8 @@ def read_labelled(path: Path) -> list[LabelledAttempt]:
                 Message(role=one["role"], content=one["content"], name=one.get("name")) for one in row["messages"]
             )
             label = _read_label(row, f"{path}, line {number}")
-            found.append(LabelledAttempt(world=row["world"], task_id=row["task_id"], messages=messages, label=label))
+            task_id = without_level(row["task_id"]) if "difficulty" in row else row["task_id"]  # a line of a pool
+            found.append(LabelledAttempt(world=row["world"], task_id=task_id, messages=messages, label=label))
         except ConfigError:
             raise
         except (ValueError, KeyError, TypeError) as cause:

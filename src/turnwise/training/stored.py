@@ -23,7 +23,7 @@ from turnwise.credit.preferences import PreferencePair
 from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_trajectory
 from turnwise.doctor import Finding, Fix
 from turnwise.envs.base import Task
-from turnwise.envs.joint import SEPARATOR, is_level_name
+from turnwise.envs.joint import SEPARATOR, without_level
 from turnwise.errors import ConfigError, DataError
 from turnwise.methods.sft import Dialogue
 from turnwise.models.directories import is_same_model
@@ -74,8 +74,8 @@ def own_task(config: Config, task_id: str) -> tuple[str, str]:
     if env.mix:
         member, _, task_id = task_id.partition(SEPARATOR)
     own = env.mix[member] if member else env
-    if own.curriculum or (own.tasks and is_level_name(task_id.partition(SEPARATOR)[0])):
-        task_id = task_id.partition(SEPARATOR)[2]
+    if own.curriculum or own.tasks:
+        task_id = without_level(task_id)
     return origin_of(config, member).world, task_id
 
 

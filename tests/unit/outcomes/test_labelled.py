@@ -29,6 +29,13 @@ def test_the_verdicts_of_pools_are_numbers_and_are_read_as_labels(tmp_path: Path
     assert [read_labelled(_file(tmp_path, is_success=number))[0].label for number in (0, 1)] == [False, True]
 
 
+def test_a_task_of_a_pool_is_the_same_one_at_every_level(tmp_path: Path) -> None:
+    rows = [{"is_success": 1, "task_id": name, "difficulty": 2} for name in ("level2/board", "board")]
+    found = [read_labelled(_file(tmp_path, **row))[0] for row in rows]
+    assert [one.task_id for one in found] == ["board", "board"], "so both are learned from, or both are held out"
+    assert read_labelled(_file(tmp_path, label=True, task_id="level2/board"))[0].task_id == "level2/board"
+
+
 class ShowsNames:
     """A renderer whose template shows the names of messages."""
 
