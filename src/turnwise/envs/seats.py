@@ -65,7 +65,8 @@ class Opponent(Protocol):
 class TwoSidedWorld(Protocol):
     """A world whose tasks are games of two seats. Its option `opponent` says who has the other seat.
 
-    Optional attribute: `scripted_seats`, the seats that its scripts know how to play; without it, both.
+    Optional attributes: `scripted_seats`, the seats that its scripts know how to play; without it, both.
+    `has_two_sides`, which is False where other games of the same class are two-sided, and this one is not.
     """
 
     scripted_opponents: ClassVar[tuple[str, ...]]
@@ -111,13 +112,18 @@ def result_of(own: float, other: float) -> str:
     return "won" if own > other else "lost"
 
 
+def unloaded_opponent(words: str, scripts: Sequence[str]) -> str:
+    """Why a world by itself cannot play against a model."""
+    return (
+        f"opponent={words} is a model, and nobody has loaded it: train, eval, pairs and tournament do; a world by "
+        f"itself has the scripts {', '.join(scripts)}"
+    )
+
+
 def scripted_env(world: TwoSidedWorld, task: Task, seed: int) -> SeatedEnv:
     """The env of a task against the script that the world's option `opponent` names."""
     if world.opponent not in world.scripted_opponents:
-        raise ConfigError(
-            f"opponent={world.opponent} is a model, and nobody has loaded it: train, eval, pairs and tournament do; "
-            f"a world by itself has the scripts {', '.join(world.scripted_opponents)}"
-        )
+        raise ConfigError(unloaded_opponent(world.opponent, world.scripted_opponents))
     opponent = ScriptedOpponent(world, world.opponent, task)
     return SeatedEnv(world.make_game(task, seed), world.policy_seat(task), opponent, seed)
 
