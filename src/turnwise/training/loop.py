@@ -150,11 +150,11 @@ class Loop:
         self._sampler = await self._publish()
         await self._evaluate_once("start", 0)
         await self._warm_up()
-        await self._pretrain_critic()
-        await self._publish_unread()
         if self._opponents is not None and self.num_steps and not self.done_step:
             work = self._opponents.before_first_step(self._trainer)
             await self.watchdog.call("trainer", "save the policy for the pool of opponents", work)
+        await self._pretrain_critic()
+        await self._publish_unread()
         self._phase("training")
         num_done = self.done_step * self._config.train.accumulate
         self.supply.open(self._sampler, num_done, self._state, self._num_batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -201,6 +202,22 @@ def test_a_seed_that_one_method_lacks_is_in_no_difference() -> None:
     assert (found.interval.value, found.interval.low, found.interval.high) == (pytest.approx(-0.1), -math.inf, math.inf)
     assert math.isnan(found.p)
     assert "  -10.0  " in table_lines(results)[2], "one seed says nothing about others, so there is no interval"
+
+
+def test_a_run_that_breaks_down_counts_for_its_method() -> None:
+    """A policy that never comes to an end is judged by no env, and would be left out of the mean of its method."""
+    curve = ((0, 0, math.nan), (1000, 250, math.nan))
+    lost = {"success_low": math.nan, "success_high": math.nan, "area": math.nan, "curve": curve, "reward": 0.0}
+    broken = _result("b", 1, math.nan, best_success=math.nan, start_success=math.nan, **lost)
+    results = [_result("a", seed, 0.5) for seed in range(2)] + [_result("b", 0, 0.6), broken]
+    _, b = summarize(results)
+    assert (b.success.value, b.best_success, b.area.value) == pytest.approx((0.3, 0.3, 0.15))
+    assert b.more_success is not None
+    assert (b.more_success.interval.value, b.more_success.num_seeds) == (pytest.approx(-0.2), 2)
+    failed = [results[0], results[1], results[2], replace(broken, reward=math.nan)]
+    assert summarize(failed)[1].success.value == 0.6, "of attempts that failed nobody knows how they would have ended"
+    never = [replace(broken, label=label) for label in "ab"]
+    assert math.isnan(summarize(never)[0].success.value), "nobody judges anything there"
 
 
 def test_one_seed_has_the_interval_of_its_held_out_tasks() -> None:
