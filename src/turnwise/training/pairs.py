@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise import __version__
 from turnwise.credit.preferences import PreferencePair
 from turnwise.errors import ConfigError, DataError
 from turnwise.runlog.arrays import messages_from_json, messages_to_json
@@ -58,7 +58,7 @@ class StoredPair:
 class Provenance:
     """How the pairs of a file were made."""
 
-    turnwise: str = __version__
+    turnwise: str = field(default_factory=lambda: version("turnwise"))
     policies: tuple[str, ...]
     """Who played: a run, a checkpoint or a model; or the runs whose stored attempts were paired."""
     config: str
