@@ -418,7 +418,7 @@ def _to_body(request: SampleRequest, so_far: _Reply, name: str) -> dict[str, Any
 
 
 def _token_versions(spans: Sequence[Mapping[str, Any]], num_tokens: int) -> list[int]:
-    """The version of each token. Empty where the server's own weights are not the run's: it names them itself then."""
+    """The version of each token. Empty if the server names its weights itself, because they are not the run's."""
     if not all(str(span["version"]).isdigit() for span in spans):
         return []
     found = [int(span["version"]) for span in spans for _ in range(int(span["start"]), int(span["end"]))]
