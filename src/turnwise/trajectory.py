@@ -199,7 +199,7 @@ class Trajectory:
     end_reason: EndReason
     failure: Failure | None = None
     is_success: bool | None = None
-    """The env's verdict on the whole attempt; None if it gave none."""
+    """The env's verdict on the whole attempt; None if it gave none, or if the attempt failed."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     duration_s: float = 0.0
     branch: Branch | None = None

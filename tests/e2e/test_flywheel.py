@@ -145,10 +145,12 @@ def test_a_flywheel_whose_tasks_are_all_solved_ends_and_says_so(tmp_path: Path) 
     options = ["rounds=3", "tasks=2", "samples=4", "sft_steps=1", "rl_steps=0", "eval_tasks=2", "threshold=-1"]
     file = tmp_path / "wheel.yaml"
     file.write_text("{flywheel: {}, model: tiny, env: {name: few}}")
-    overrides = [f"flywheel.{one}" for one in options]
+    overrides = [*(f"flywheel.{one}" for one in options), "train.lr_schedule=cosine", "train.lr_floor=0.5"]
     wheel = tw.flywheel(file, directory=tmp_path / "w", overrides=overrides, env=FewTasks(), observer=Told())
     assert [row["round"] for row in wheel.evaluations] == [0, 1]
     assert "nothing left to play" in said[-1]
+    learned = tw.Run.open(tmp_path / "w" / "rounds" / "01" / "sft").config.train
+    assert (learned.lr_schedule, learned.lr_floor) == ("cosine", 0.5), "a stage on stored data has the file's schedule"
 
 
 def _outcome_model(directory: Path) -> Path:

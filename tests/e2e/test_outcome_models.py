@@ -14,11 +14,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import turnwise as tw
+from campaigns.train_kills import expected_attempts, learned_attempts
 from command_line import run_module, start_cli
 from e2e.spurious_world import COLOURS, SpuriousWorld, question
 from turnwise.envs.base import assistant
 from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
-from turnwise.runlog.reader import RunReader
+from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.orm import OrmConfig, OrmResult, train_outcome_model
 
 pytestmark = pytest.mark.usefixtures("tiny_dir")
@@ -118,3 +119,35 @@ def test_a_generative_verifier_writes_a_reason_and_a_verdict_that_beat_chance(tm
     run = tw.Run.open(result.directory / "run")
     assert run.state == "finished"
     assert len(run.metrics["step"]) == 4, "RL on the verdict's correctness"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_generative_verifier_that_is_killed_in_its_rl_goes_on_with_nothing_lost_or_doubled(tmp_path: Path) -> None:
+    write_labelled(tmp_path / "data.jsonl", _attempts(60, is_spurious=True))
+    out = tmp_path / "orm"
+    command = ["orm", "train", str(tmp_path / "data.jsonl"), "--out", str(out), "kind=generative", "model=tiny"]
+    command += ["steps=4", "batch_size=4", "rl_steps=4", "save_every=1", "num_votes=1"]
+    process = start_cli(*command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + DEADLINE_S
+    while _num_steps(out / "run") < 2 and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert 2 <= _num_steps(out / "run") < 4, "it was killed on the way"
+    assert not (out / "orm.json").exists()
+    run_module("turnwise.cli", *command)
+    with RunReader(out / "run") as run:
+        assert learned_attempts(run) == expected_attempts(run)
+        assert [step for step, _ in run.metric("time/step_s")] == [1, 2, 3, 4]
+        assert [row.step for row in run.checkpoints()][-1] == 4
+    report = json.loads((out / "report.json").read_text())
+    assert report["count"] == sum(one.split == "test" for one in _attempts(60, is_spurious=True))
+
+
+def _num_steps(directory: Path) -> int:
+    if not is_run(directory):
+        return 0
+    with RunReader(directory) as run:
+        return len(run.metric("time/step_s"))

@@ -33,6 +33,10 @@ def test_scale_measures_the_start_and_the_end_of_a_run(tmp_path: Path, capsys: p
     after = next(p for p in found["points"]["after"] if (p["kind"], p["budget"]) == ("pass@k", 1))
     assert after["success"] == pytest.approx(row["success"])
     assert picture.read_text().startswith("<svg")
+    first, last = (next(p for p in found["points"][name] if p["kind"] == "pass@k") for name in ("before", "after"))
+    change = next(one for one in found["changes"] if (one["kind"], one["budget"]) == ("pass@k", 1))
+    assert change["change"] == pytest.approx(last["success"] - first["success"])
+    assert change["change_low"] <= change["change"] <= change["change_high"]
 
     assert main(["scale", "tiny", "--env", "guess_number", *play]) == 0
     out = capsys.readouterr().out

@@ -31,6 +31,7 @@ import numpy as np
 from turnwise.bench.study_jobs import run_jobs
 from turnwise.rounds.flywheel import Flywheel, flywheel
 from turnwise.runlog.reader import RunReader, is_run
+from turnwise.training.progress import num_drawn_tokens
 
 ARMS: dict[str, list[str]] = {
     "whole": [],
@@ -73,15 +74,16 @@ def sampled_tokens(wheel: Flywheel, place: Path) -> list[int]:
     found: list[int] = []
     for row in wheel.evaluations:
         before = found[-1] if found else 0
-        found.append(before + played.get(row["round"], 0) + _rl_tokens(place / "rounds" / f"{row['round']:02d}" / "rl"))
+        found.append(before + played.get(row["round"], 0) + rl_tokens(place / "rounds" / f"{row['round']:02d}" / "rl"))
     return found
 
 
-def _rl_tokens(directory: Path) -> int:
+def rl_tokens(directory: Path) -> int:
+    """Tokens that an RL stage sampled, those of failed tries and of a critic's pre-training included."""
     if not is_run(directory):
         return 0
     with RunReader(directory) as run:
-        return sum(row.num_sampled_tokens for row in run.attempts(phase="train"))
+        return num_drawn_tokens(run, max((step for step, _ in run.metric("rollout/tokens_drawn")), default=0))
 
 
 def success_at(result: dict[str, Any], tokens: int) -> float:

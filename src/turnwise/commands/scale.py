@@ -15,7 +15,7 @@ from turnwise.runlog.reader import is_run
 from turnwise.runtime.exit_codes import ExitCode
 from turnwise.training.scale import OutcomeJudge, Scaling, critic_of, measure_scaling, start_of
 from turnwise.watch.intervals import Interval
-from turnwise.watch.scaling import ScalePoint
+from turnwise.watch.scaling import ScaleChange, ScalePoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +69,21 @@ def table_lines(found: Scaling) -> list[str]:
     places = list(dict.fromkeys(place for own in by_place.values() for place in own))
     kinds = list(dict.fromkeys(kind for kind, _ in places))
     places.sort(key=lambda place: (kinds.index(place[0]), place[1]))
-    lines = [f"{'budget':<20}" + "".join(f"{name:<28}" for name in names) + "tokens per task"]
+    changes = {(one.kind, one.budget): _points_more(one) for one in found.changes}
+    more = f"{'points more':<24}" if changes else ""
+    lines = [f"{'budget':<20}" + "".join(f"{name:<28}" for name in names) + f"{more}tokens per task"]
     for kind, budget in places:
         own = [by_place[name].get((kind, budget)) for name in names]
         costs = [point.mean_tokens for point in own if point is not None and point.mean_tokens is not None]
         tokens = ", ".join(f"{cost:.0f}" for cost in costs)
-        lines.append(f"{f'{kind} {budget}':<20}" + "".join(f"{_cell(point):<28}" for point in own) + tokens)
+        more = f"{changes.get((kind, budget), '-'):<24}" if changes else ""
+        lines.append(f"{f'{kind} {budget}':<20}" + "".join(f"{_cell(point):<28}" for point in own) + more + tokens)
     lines += [f"{name}: {count} attempts failed and do not count" for name, count in found.num_failed.items() if count]
     return lines
+
+
+def _points_more(one: ScaleChange) -> str:
+    return f"{100 * one.change:+.1f} [{100 * one.change_low:+.1f}, {100 * one.change_high:+.1f}]"
 
 
 def _cell(point: ScalePoint | None) -> str:

@@ -44,7 +44,7 @@ def calibrate(values: Values, trajectories: Sequence[Trajectory], gae: Gae) -> l
         return list(values)
     plain = replace(gae, critic_lambda=1.0)
     fits = [
-        _Fit(*_learned(known.turns, plain.returns(one, known), gae))
+        _Fit(gae.learned(known.turns), gae.learned(plain.returns(one, known)))
         for known, one in zip(values, trajectories, strict=True)
     ]
     squares, products, errors = (sum(getattr(fit, name) for fit in fits) for name in ("squares", "products", "error"))
@@ -59,14 +59,6 @@ def calibrate(values: Values, trajectories: Sequence[Trajectory], gae: Gae) -> l
         line = np.asarray(np.linalg.solve(squares - fit.squares + prior, products - fit.products), np.float64)
         found.append(_corrected(known, line, is_truncated=one.is_truncated))
     return found
-
-
-def _learned(
-    values: Sequence[FloatArray], returns: Sequence[FloatArray], gae: Gae
-) -> tuple[list[FloatArray], list[FloatArray]]:
-    """Values and returns of the states that the critic learns: all of a turn, or its first alone."""
-    last = 1 if gae.first_only else None
-    return [v_S[:last] for v_S in values], [r_S[:last] for r_S in returns]
 
 
 class _Fit:

@@ -117,6 +117,10 @@ class Gae:
         """Whether the critic learns only the states at the start of turns."""
         return self.level == "turn"
 
+    def learned(self, numbers: Sequence[FloatArray]) -> list[FloatArray]:
+        """Of numbers by token, [S] per turn, those of the states that the critic learns."""
+        return [numbers_S[:1] for numbers_S in numbers] if self.first_only else list(numbers)
+
     def credit(self, trajectory: Trajectory, values: TrajectoryValues) -> Credit:
         """Compute one attempt's advantages for the policy and returns for the critic."""
         values.check(trajectory)
@@ -132,8 +136,7 @@ class Gae:
         """[S] per turn: advantage with the critic's lambda, plus value. With lambda 1 these are plain returns."""
         inside = [self.critic_lambda] * len(values.turns)
         advantages = self._advantages(trajectory, values, self.critic_lambda, inside)
-        started = [values_S[:1] if self.first_only else values_S for values_S in values.turns]
-        return tuple(a_S + v_S for a_S, v_S in zip(advantages, started, strict=True))
+        return tuple(a_S + v_S for a_S, v_S in zip(advantages, self.learned(values.turns), strict=True))
 
     def _advantages(
         self, trajectory: Trajectory, values: TrajectoryValues, lam: float, inside: Sequence[float]

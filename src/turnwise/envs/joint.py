@@ -114,6 +114,17 @@ def level_name(level: int) -> str:
     return f"{LEVEL_PREFIX}{level}"
 
 
+def without_level(task_id: str) -> str:
+    """A task's id without the level that a curriculum, or a file with tasks of several levels, put before it.
+
+    >>> without_level("level2/board-3"), without_level("board-3"), without_level("levels/3")
+    ('board-3', 'board-3', 'levels/3')
+    """
+    name, _, own = task_id.partition(SEPARATOR)
+    is_level = name.startswith(LEVEL_PREFIX) and name.removeprefix(LEVEL_PREFIX).isdecimal()
+    return own if is_level else task_id
+
+
 def leaf_of(world: World, task_id: str) -> str:
     """The names of the parts that play a task: `doors/level2`; empty for a world that has no parts."""
     if not isinstance(world, JointWorld):

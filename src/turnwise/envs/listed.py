@@ -5,7 +5,8 @@
 One line is one task. `difficulty` is the level of the world that the task belongs to (`env.difficulty`); without it,
 the world is taken as the run's options make it. A file may hold tasks of several levels: each is played in the world of
 its own level. A task that is in both splits is refused, because a policy would be measured on what it learned from; so
-is a task that the world cannot play, such as one that was written for another world.
+is a task that the world cannot play, such as one that was written for another world. Levels may know the same task by
+the same name; then the file calls it `level2/NAME`, and the world of level 2 plays it as `NAME`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from turnwise.envs.base import Env, Split, Task, World
+from turnwise.envs.joint import SEPARATOR, level_name
 from turnwise.envs.sync import as_env
 from turnwise.envs.wrapped import WorldWrapper
 from turnwise.errors import ConfigError, TurnwiseError
@@ -39,6 +41,16 @@ class ListedTask:
     task: Task
     split: Split
     difficulty: int = NO_LEVEL
+
+    @property
+    def own_task(self) -> Task:
+        """The task as the world of its level knows it."""
+        return dataclasses.replace(self.task, id=self.task.id.removeprefix(level_id("", self.difficulty)))
+
+
+def level_id(task_id: str, level: int) -> str:
+    """The name of a level's task where another level has a task of the same name."""
+    return f"{level_name(level)}{SEPARATOR}{task_id}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +75,11 @@ class ListedWorld(WorldWrapper):
         return [one.task for one in self.listed if one.split == split][:count]
 
     def make_env(self, task: Task, seed: int) -> Env:
-        level = next((one.difficulty for one in self.listed if one.task.id == task.id), NO_LEVEL)
-        return self.levels.get(level, self.inner).make_env(task, seed)
+        listed = next((one for one in self.listed if one.task.id == task.id), None)
+        if listed is None:
+            return self.inner.make_env(task, seed)
+        own = dataclasses.replace(task, id=listed.own_task.id)
+        return self.levels.get(listed.difficulty, self.inner).make_env(own, seed)
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
         """Demonstrations of the world's own tasks, because listed tasks have no script; none of a held-out task.
@@ -75,7 +90,7 @@ class ListedWorld(WorldWrapper):
         played = self.inner.tasks("train", count, seed) if found else ()
         if len(played) != len(found):
             return found  # no scripts of the tasks that it draws
-        held_out = [one.task for one in self.listed if one.split == "test"]
+        held_out = [one.own_task for one in self.listed if one.split == "test"]
         ids, contents = {task.id for task in held_out}, [task.data for task in held_out if task.data]
         pairs = zip(played, found, strict=True)
         return [dialogue for task, dialogue in pairs if task.id not in ids and task.data not in contents]
@@ -86,7 +101,7 @@ def list_world(world: World, path: Path, make_level: MakeLevel) -> ListedWorld:
     listed = read_tasks(path)
     levels = {level: make_level(level) for level in sorted({one.difficulty for one in listed} - {NO_LEVEL})}
     for level, own in {NO_LEVEL: world, **levels}.items():
-        _check_playable(path, own, [one.task for one in listed if one.difficulty == level])
+        _check_playable(path, own, [one.own_task for one in listed if one.difficulty == level])
     return ListedWorld(inner=world, listed=listed, levels=levels)
 
 

@@ -113,18 +113,31 @@ class MemoryEnv(EnvWrapper):
         self._asked: tuple[Message, ...] | None = None
         """What is said again once the policy has written its summary; None: it was not asked for one."""
         self._num_summaries = 0
+        self._next_limit = 0
+        """What the world allows the reply that it waits for (`EnvStep.max_tokens`), also after a summary or a note."""
         self._notes = Notes()
 
     async def start(self) -> Sequence[Message]:
         return _with_tools(await super().start(), self._memory)
 
     async def step(self, reply: Message) -> EnvStep:
+        step = await self._answer(reply)
+        counts = {"summaries": self._num_summaries} if self._memory.summary_tokens else {}
+        counts |= {"notes": len(self._notes.by_name)} if self._memory.notes else {}
+        return replace(step, info={**step.info, **{name: float(count) for name, count in counts.items()}})
+
+    async def _answer(self, reply: Message) -> EnvStep:
         if self._asked is not None:
             messages, self._asked, self._num_full = self._asked, None, self._memory.keep
             self._num_summaries += 1
-            return EnvStep(messages=messages, info={"summaries": float(self._num_summaries)})
+            return EnvStep(messages=messages, max_tokens=self._next_limit)
         self._num_full += 1
         return self._ask(await (self._take_notes(reply) if self._memory.notes else self._play(reply)))
+
+    async def _play(self, reply: Message) -> EnvStep:
+        step = await super()._play(reply)
+        self._next_limit = step.max_tokens
+        return step
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -159,16 +172,16 @@ class MemoryEnv(EnvWrapper):
         others = [format_tool_call(call.name, **call.arguments) for call in parsed.calls if call.name not in box.names]
         action = "\n".join([*([parsed.content] if parsed.content else []), *others])
         if not action:
-            return EnvStep(messages=answers, is_action=True, info={"notes": float(len(self._notes.by_name))})
+            return EnvStep(messages=answers, is_action=True, max_tokens=self._next_limit)
         rest = tuple(call for call in parsed.calls if call.name not in box.names)
         step = await self._play(Message(role="assistant", content=action, tool_calls=rest))
-        info = {**step.info, "notes": float(len(self._notes.by_name))}
-        return replace(step, messages=(*answers, *step.messages) if not step.is_over else step.messages, info=info)
+        return replace(step, messages=(*answers, *step.messages) if not step.is_over else step.messages)
 
     def _wrap_fork(self, inner: Env) -> MemoryEnv:
         fork = MemoryEnv(inner, self._memory)
         fork._dialogue = list(self._dialogue)
         fork._num_full, fork._asked, fork._num_summaries = self._num_full, self._asked, self._num_summaries
+        fork._next_limit = self._next_limit
         fork._notes = Notes(self._notes.by_name)
         return fork
 

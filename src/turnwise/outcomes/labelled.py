@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.envs.base import Split
+from turnwise.envs.joint import without_level
 from turnwise.envs.splits import split_of
 from turnwise.errors import ConfigError
 from turnwise.trajectory import Message
@@ -41,7 +42,7 @@ def write_labelled(path: Path, attempts: Iterable[LabelledAttempt]) -> None:
             {
                 "world": one.world,
                 "task_id": one.task_id,
-                "messages": [{"role": message.role, "content": message.content} for message in one.messages],
+                "messages": [_to_json(message) for message in one.messages],
                 "label": one.label,
             }
         )
@@ -52,6 +53,12 @@ def write_labelled(path: Path, attempts: Iterable[LabelledAttempt]) -> None:
     part.replace(path)
 
 
+def _to_json(message: Message) -> dict[str, str]:
+    """A message without its calls, which are part of its text; some chat templates show the name of a tool."""
+    named = {"name": message.name} if message.role == "tool" and message.name else {}
+    return {"role": message.role, "content": message.content, **named}
+
+
 def read_labelled(path: Path) -> list[LabelledAttempt]:
     """Read a file."""
     if not path.is_file():
@@ -60,9 +67,12 @@ def read_labelled(path: Path) -> list[LabelledAttempt]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row: Any = json.loads(line)
-            messages = tuple(Message(role=one["role"], content=one["content"]) for one in row["messages"])
+            messages = tuple(
+                Message(role=one["role"], content=one["content"], name=one.get("name")) for one in row["messages"]
+            )
             label = _read_label(row, f"{path}, line {number}")
-            found.append(LabelledAttempt(world=row["world"], task_id=row["task_id"], messages=messages, label=label))
+            task_id = without_level(row["task_id"]) if "difficulty" in row else row["task_id"]  # a line of a pool
+            found.append(LabelledAttempt(world=row["world"], task_id=task_id, messages=messages, label=label))
         except ConfigError:
             raise
         except (ValueError, KeyError, TypeError) as cause:

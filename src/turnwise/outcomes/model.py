@@ -2,7 +2,8 @@
 
     classifier   the value head of a critic, read at the end of the conversation; its loss is the squared error, which
                  is lowest at the true probability, so its scores are calibrated as far as it has learned
-    generative   a model that writes a reason and a verdict; its score is the share of `num_votes` replies that say yes
+    generative   a model that writes a reason and a verdict; its score is the share of `num_votes` replies that say yes;
+                 a reply without a verdict does not
 
 `orm.json` in its directory says which kind it is, and which checkpoint. `attach` loads it with the service that holds
 the run's own models; the base weights are shared where they are the same.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -92,7 +93,7 @@ class OutcomeModel:
             raise TurnwiseError(f"the outcome model {self.directory} is not loaded; call attach(service) first")
         if self.info.kind == "generative":
             return is_cut_text(conversation, self.info.max_chars)
-        return 0 < self.info.max_prompt_tokens < len(self._renderer.start(list(conversation)))
+        return 0 < self.info.max_prompt_tokens < len(read_ids(self._renderer, conversation))
 
     @property
     def is_attached(self) -> bool:
@@ -130,16 +131,22 @@ class OutcomeModel:
             ModelInput.from_ints(prompt), num_samples=self.info.num_votes, sampling_params=params
         )
         said = [read_verdict(self._renderer.parse(one.tokens).content) for one in response.sequences]
-        votes = [verdict for verdict in said if verdict is not None]
-        # A model that says nothing readable knows nothing: neither yes nor no.
-        return sum(votes) / len(votes) if votes else 0.5
+        # A reply without a verdict is no yes: attempts that make the model babble must not earn more than failures.
+        return sum(verdict is True for verdict in said) / len(said)
 
 
 def value_question(renderer: Renderer, conversation: Sequence[Message], max_tokens: int = 0) -> Datum:
     """The datum that asks a critic for its value at the end of a conversation."""
-    ids = cut_middle(list(renderer.start(list(conversation))), max_tokens)
+    ids = cut_middle(read_ids(renderer, conversation), max_tokens)
     mask = [0.0] * (len(ids) - 1) + [1.0]
     return Datum(ModelInput.from_ints(ids), {"mask": TensorData(mask)})
+
+
+def read_ids(renderer: Renderer, conversation: Sequence[Message]) -> list[int]:
+    """What a classifier reads of a conversation. Only tools have names: on other messages these are marks of our own,
+    such as that of a request for a summary, which a template might show."""
+    plain = [one if one.role == "tool" else replace(one, name=None) for one in conversation]
+    return list(renderer.start(plain))
 
 
 def cut_middle(ids: list[int], max_tokens: int) -> list[int]:

@@ -27,16 +27,18 @@ class OtherSampler:
     """What a run knows of a shipped backend before the backend and its packages are loaded."""
 
     takes_whole: bool = False
-    """It takes whole weights (`rollout.publish=weights`), and can read them in the memory of the trainer."""
+    """It takes whole weights (`rollout.publish=weights`)."""
+    reads_memory: bool = False
+    """It can read them in the memory of the trainer (`rollout.weight_transfer=ipc`)."""
     gpu_share: float = 0.0
     """About the share of a GPU's memory that a server takes where `rollout.gpu_memory_utilization` does not say; 0: the
     run starts no server."""
 
 
 OTHER_SAMPLERS: Mapping[str, OtherSampler] = {
-    "sglang": OtherSampler(gpu_share=0.9),
-    "vllm": OtherSampler(takes_whole=True, gpu_share=0.9),
-    "vllm_in_process": OtherSampler(takes_whole=True),
+    "sglang": OtherSampler(takes_whole=True, gpu_share=0.9),
+    "vllm": OtherSampler(takes_whole=True, reads_memory=True, gpu_share=0.9),
+    "vllm_in_process": OtherSampler(takes_whole=True, reads_memory=True),
 }
 """Shipped backends that sample with somebody else's engine, and never with the trainer's. One of your own may do so."""
 NO_OTHER = OtherSampler()

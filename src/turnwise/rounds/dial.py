@@ -2,7 +2,7 @@
 
 The dial rises by one level when the policy's attempts at the present level are good often enough. Without a verdict
 nobody knows what is solved: the level stays, and no task is retired. Tasks are drawn from the train split of the world
-at that level. A task is proposed once; a held-out task is never proposed, by id or by content.
+at that level. A task is proposed once at a level; a held-out task is never proposed, by id or by content.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from turnwise.config.config import Config
 from turnwise.envs.base import Split
 from turnwise.envs.difficulty import levels_of
-from turnwise.envs.listed import NO_LEVEL, ListedTask
+from turnwise.envs.listed import NO_LEVEL, ListedTask, level_id
 from turnwise.envs.registry import load_target
 from turnwise.errors import ConfigError
 from turnwise.rollout.seeds import derive_seed
@@ -130,16 +130,16 @@ class TaskDial:
         return [(level, missing) for level in levels if level >= self.level]
 
     def _draw_new(self, level: int, count: int, number: int, chosen: Sequence[ListedTask]) -> list[ListedTask]:
-        """Up to `count` tasks of a level that were never proposed and are not held out."""
-        ids, contents = self._store.known()
-        ids |= {one.task.id for one in chosen}
-        contents |= {content_of(one.task.data) for one in chosen}
+        """Up to `count` tasks that were never proposed at this level and are held out at none."""
+        ids, contents = self._store.known(level)
+        ids |= {one.task.id for one in chosen if one.difficulty == level}
+        contents |= {content_of(one.task) for one in chosen if one.difficulty == level}
         seed = derive_seed(self._seed, "propose", number, level)
         num_draws = DRAWS_PER_TASK * (count + len(self._store.active_tasks()))
         found: list[ListedTask] = []
         for one in self._source.draw(level, "train", num_draws, seed) if count > 0 else []:
-            content = content_of(one.task.data)
-            if one.task.id not in ids and content not in contents and len(found) < count:
+            content, names = content_of(one.task), {one.task.id, level_id(one.task.id, level)}
+            if ids.isdisjoint(names) and content not in contents and len(found) < count:
                 found.append(one)
                 contents.add(content)
         return found

@@ -21,6 +21,7 @@ from turnwise.config.config import Config
 from turnwise.envs.difficulty import levels_of
 from turnwise.envs.registry import load_target
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.opponents.seating import two_sided
 from turnwise.rounds.config import SECTION, WORDS, FlywheelConfig, FlywheelFile, read_file
 from turnwise.rounds.dial import LevelTasks, TaskDial
 from turnwise.rounds.learn import StageRuns
@@ -153,7 +154,11 @@ UNREAD = {
         "mix": "plays one world",
     },
     "train": {"steps": "has flywheel.sft_steps, flywheel.rl_steps and the like"},
-    "eval": {"tasks": "has flywheel.eval_tasks"},
+    "eval": {
+        "tasks": "has flywheel.eval_tasks",
+        "every": "evaluates after every round",
+        "keep_best": "goes on with the last checkpoint of every stage",
+    },
     "run": {"dir": "has flywheel.dir", "name": "has flywheel.dir"},
     "cluster": {"env_workers": "plays tasks of several levels, and a worker serves one"},
     "data": {"dialogues": "trains on its own pools", "pairs": "trains on its own pools"},
@@ -167,6 +172,14 @@ def check_read(config: Config, objects: PythonObjects = NO_OBJECTS) -> None:
         changed = getattr(config, section).changed_options()
         for name in (name for name in reasons if name in changed):
             raise ConfigError(f"{section}.{name} is not read: a flywheel {reasons[name]}; leave it out")
+    for name in config.opponent.changed_options():
+        raise ConfigError(f"opponent.{name} is not read: a flywheel plays against scripts of its world; leave it out")
+    sided = two_sided(objects.make_world(config.env, max_turns=config.rollout.max_turns, memory=config.memory))
+    if sided is not None and sided.opponent not in sided.scripted_opponents:
+        raise ConfigError(
+            f"env.options.opponent={sided.opponent} is a model, and a flywheel plays against scripts of its world; "
+            f"expected {', '.join(sided.scripted_opponents)}"
+        )
     target = objects.env if objects.env is not None else load_target(config.env.name)
     levels = levels_of(target, config.env.options)
     dialled = sorted({name for level in levels for name in level} & set(config.env.options))

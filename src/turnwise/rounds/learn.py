@@ -38,7 +38,7 @@ from turnwise.watch.observer import Observer
 
 STORED_TRAIN = (
     *("tasks_per_step", "learning_rate", "seed", "save_every", "keep_checkpoints", "grad_clip_norm"),
-    *("weight_decay", "beta1", "beta2", "eps"),
+    *("weight_decay", "beta1", "beta2", "eps", "lr_schedule", "lr_warmup", "lr_floor"),
 )
 """Options of `train` that a stage on stored data reads."""
 STORED_ROLLOUT = ("renderer", "strip_thinking", "use_conversation_multi_turn", "max_tokens_per_turn", "max_turns")

@@ -15,6 +15,7 @@ from typing import Any
 
 from turnwise.client.local import ServiceClient
 from turnwise.config.config import Config
+from turnwise.envs.joint import without_level
 from turnwise.errors import ConfigError
 from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
 from turnwise.outcomes.model import open_outcome_model
@@ -70,7 +71,7 @@ def refresh(store: PoolStore, options: FlywheelConfig, config: Config, number: i
             [
                 LabelledAttempt(
                     world=world,
-                    task_id=one.task_id,
+                    task_id=without_level(one.task_id),
                     messages=tuple(one.trajectory.messages),
                     label=bool(one.is_success),
                 )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.envs.base import Task
-from turnwise.envs.listed import ListedTask
+from turnwise.envs.listed import ListedTask, level_id
 from turnwise.errors import ConfigError
 from turnwise.rounds.tables import DATABASE, TABLES, VERSION
 from turnwise.runtime.closing import ClosedOnExit
@@ -63,9 +63,10 @@ def is_flywheel(path: Path) -> bool:
     return (path / DATABASE).is_file()
 
 
-def content_of(data: Mapping[str, Any]) -> str:
-    """A hash of a task's data: equal for equal tasks, whatever their ids are."""
-    return hashlib.sha256(json.dumps(dict(data), sort_keys=True).encode()).hexdigest()[:32]
+def content_of(task: Task) -> str:
+    """A hash of a task's data: equal for equal tasks, whatever their ids are. Without data, the id is the task."""
+    told = json.dumps(dict(task.data), sort_keys=True) if task.data else task.id
+    return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
 def said_in(trajectory: Trajectory) -> str:
@@ -152,13 +153,24 @@ class PoolStore(ClosedOnExit):
     # --- tasks
 
     def add_held_out(self, tasks: Iterable[ListedTask]) -> None:
-        rows = [(one.task.id, one.difficulty, _json(one.task.data), content_of(one.task.data)) for one in tasks]
-        self._db.executemany("INSERT OR IGNORE INTO held_out VALUES (?, ?, ?, ?)", rows)
+        for one in tasks:
+            row = (self._name_of(one), one.difficulty, _json(one.task.data), content_of(one.task))
+            self._db.execute("INSERT OR IGNORE INTO held_out VALUES (?, ?, ?, ?)", row)
 
     def add_tasks(self, tasks: Iterable[ListedTask], number: int) -> None:
         """Propose tasks for a round. A held-out task is refused by the database."""
-        rows = [(one.task.id, one.difficulty, _json(one.task.data), content_of(one.task.data), number) for one in tasks]
-        self._db.executemany("INSERT INTO tasks VALUES (?, ?, ?, ?, ?, NULL)", rows)
+        for one in tasks:
+            row = (self._name_of(one), one.difficulty, _json(one.task.data), content_of(one.task), number)
+            self._db.execute("INSERT INTO tasks VALUES (?, ?, ?, ?, ?, NULL)", row)
+
+    def _name_of(self, one: ListedTask) -> str:
+        """The id of a task; where another level has a task of that name, with the level."""
+        is_taken = self.query(
+            "SELECT 1 FROM (SELECT id, difficulty FROM tasks UNION SELECT id, difficulty FROM held_out) "
+            "WHERE id = ? AND difficulty != ?",
+            *(one.task.id, one.difficulty),
+        )
+        return level_id(one.task.id, one.difficulty) if is_taken else one.task.id
 
     def retire(self, task_ids: Iterable[str], number: int) -> None:
         self._db.executemany("UPDATE tasks SET retired = ? WHERE id = ?", [(number, one) for one in task_ids])
@@ -170,9 +182,12 @@ class PoolStore(ClosedOnExit):
     def held_out(self) -> list[ListedTask]:
         return [_listed(row, "test") for row in self.query("SELECT * FROM held_out ORDER BY difficulty, id")]
 
-    def known(self) -> tuple[set[str], set[str]]:
-        """The ids and the contents of every task that must not be proposed."""
-        rows = self.query("SELECT id, content FROM tasks UNION ALL SELECT id, content FROM held_out")
+    def known(self, level: int) -> tuple[set[str], set[str]]:
+        """The ids and the contents of every task that must not be proposed at a level: those that were, and those that
+        are held out at any level."""
+        rows = self.query(
+            "SELECT id, content FROM tasks WHERE difficulty = ? UNION ALL SELECT id, content FROM held_out", level
+        )
         return {row["id"] for row in rows}, {row["content"] for row in rows}
 
     # --- attempts

@@ -15,14 +15,15 @@ TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
 CREATE TABLE held_out (               -- the tasks of every evaluation; drawn once, never played for training
-    id TEXT PRIMARY KEY, difficulty INTEGER NOT NULL, data TEXT NOT NULL, content TEXT NOT NULL UNIQUE
+    id TEXT PRIMARY KEY, difficulty INTEGER NOT NULL, data TEXT NOT NULL, content TEXT NOT NULL,
+    UNIQUE (content, difficulty)      -- levels may share data: a board with another opponent is another task
 ) WITHOUT ROWID;
 
 CREATE TABLE tasks (                  -- every task that was ever proposed
     id TEXT PRIMARY KEY,
     difficulty INTEGER NOT NULL,      -- level of the world's dial; -1: the world has none
     data TEXT NOT NULL,
-    content TEXT NOT NULL,            -- hash of the data
+    content TEXT NOT NULL,            -- hash of the data; without data, of the id
     proposed INTEGER NOT NULL,        -- the round before whose play it was proposed
     retired INTEGER                   -- the round after which it was solved; NULL: it is active
 ) WITHOUT ROWID;

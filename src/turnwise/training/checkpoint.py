@@ -145,9 +145,8 @@ class RunCheckpoints:
 
         Nothing is kept of the model before its first step (`start`): that is the base model.
         """
-        score = evaluation_score(row)
-        is_measured = row.label != "start" and not math.isnan(score)
-        return is_measured and (self._best is None or score >= evaluation_score(self._best))
+        is_measured = row.label != "start" and not math.isnan(evaluation_score(row))
+        return is_measured and (self._best is None or _is_as_good(row, self._best))
 
     async def keep_best(self, row: EvaluationRow) -> None:
         """From now on the checkpoint of that evaluation is the one that never goes for its age."""
@@ -338,6 +337,14 @@ def _pools(rows: Sequence[CheckpointRow]) -> list[PoolState]:
 def evaluation_score(row: EvaluationRow) -> float:
     """What checkpoints are compared by: held-out success, or the reward where the world judges no success."""
     return row.reward if math.isnan(row.success) else row.success
+
+
+def _is_as_good(row: EvaluationRow, best: EvaluationRow) -> bool:
+    """Where one of the two measured success, the other one had none to measure: all of its attempts were cut short."""
+    if math.isnan(row.success) and math.isnan(best.success):
+        return row.reward >= best.reward
+    own, other = (0.0 if math.isnan(one.success) else one.success for one in (row, best))
+    return own >= other
 
 
 def best_evaluation(run: RunReader, up_to: int | None = None) -> EvaluationRow | None:

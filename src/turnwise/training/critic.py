@@ -85,13 +85,15 @@ class Critic:
     async def held_out_errors(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """The error of its values on attempts that are not trained on, by fifth of the attempt.
 
-        What came is the plain return, whatever lambda its targets have.
+        What came is the plain return, whatever lambda its targets have. Only the states count that it learns: of
+        every token, or of each turn's first.
         """
         judged = [one for one in trajectories if one.failure is None]
         values = await self.values(judged)
-        plain = replace(self._gae, critic_lambda=1.0, level="token")
-        returns = [plain.returns(one, known) for one, known in zip(judged, values, strict=True)]
-        found = error_by_position(returns, [known.turns for known in values], num_parts=NUM_PARTS)
+        gae = self._gae
+        plain = replace(gae, critic_lambda=1.0, level="turn" if gae.first_only else "token")
+        returns = [gae.learned(plain.returns(one, known)) for one, known in zip(judged, values, strict=True)]
+        found = error_by_position(returns, [gae.learned(known.turns) for known in values], num_parts=NUM_PARTS)
         metrics: dict[str, float] = {}
         for part, (error, explained) in enumerate(found, start=1):
             metrics |= {f"eval/critic_error_{part}": error, f"eval/critic_explained_variance_{part}": explained}

@@ -196,7 +196,7 @@ def check_sharded(config: Config, facts: ModelFacts, device: DeviceInfo) -> None
     if config.rollout.backend == "local" and device.facts.has_own_memory and not config.cluster.has_own_samplers:
         raise ConfigError(
             "cluster.shard=true with rollout.backend=local: the sampler of this process would gather the model for "
-            "every token; use rollout.backend=vllm (or sglang, for adapters) with rollout.tensor_parallel_size, or "
+            "every token; use rollout.backend=vllm or sglang with rollout.tensor_parallel_size, or "
             "cluster.placement=separate if the model fits one GPU for sampling"
         )
 

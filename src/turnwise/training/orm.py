@@ -30,7 +30,15 @@ from turnwise.models.facts import read_facts
 from turnwise.models.store import resolve_model
 from turnwise.outcomes.labelled import LabelledAttempt, check_both_parts, read_labelled, write_labelled
 from turnwise.outcomes.measure import Quality, calibration_svg, measure
-from turnwise.outcomes.model import Kind, OutcomeInfo, OutcomeModel, open_outcome_model, value_lesson, value_question
+from turnwise.outcomes.model import (
+    Kind,
+    OutcomeInfo,
+    OutcomeModel,
+    open_outcome_model,
+    read_ids,
+    value_lesson,
+    value_question,
+)
 from turnwise.outcomes.verdict_world import is_cut_text
 from turnwise.renderers import Renderer, get_renderer
 from turnwise.rollout.seeds import derive_seed
@@ -38,12 +46,13 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow
 from turnwise.runtime.blocking import run_to_end
 from turnwise.runtime.section import Section
+from turnwise.training.assemble import make_optim
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.run import Run
 from turnwise.training.setup import AnyService, set_up_new, set_up_resume
 from turnwise.training.stored import origin_of, own_task
 from turnwise.training.task_order import ShuffledItems
-from turnwise.types import AdamParams, Datum
+from turnwise.types import Datum
 from turnwise.watch.observer import Observer
 from turnwise.watch.status import run_lock
 
@@ -219,7 +228,7 @@ def _open_source(source: str | Path) -> _FileSource | _RunSource:
         raise ConfigError(f"{source} is neither a run directory nor a .jsonl file of labelled attempts")
     with RunReader(path) as run:
         config = config_from_yaml(run.config_yaml, str(path))
-        rows = [row for row in run.attempts(phase="train") if row.is_success is not None]
+        rows = [row for row in run.attempts(phase="train") if row.is_success is not None and row.outcome != "failed"]
     return _RunSource(directory=path, config=config, rows=rows)
 
 
@@ -297,7 +306,7 @@ def best_of_n(
         for row in run.attempts(phase="eval"):
             if own_task(config, row.task_id) in learned:
                 left_out.add(row.task_id)
-            elif row.is_success is not None:
+            elif row.is_success is not None and row.outcome != "failed":
                 messages = [message for message, _ in run.dialogue(row.id)]
                 groups[row.step, row.task_id].append((messages, row.is_success))
     several = [group for group in groups.values() if len(group) > 1]
@@ -363,9 +372,10 @@ async def _train_classifier(
     limit = read_facts(resolve_model(options.model).directory).context_length
     train = [one for one in attempts if one.split == "train"]
     batches = ShuffledItems(train, options.batch_size, derive_seed(options.seed, "orm batches"))
+    optim = make_optim(Config(), options.learning_rate)
     while progress.step < options.steps:
         output = await client.forward_backward(_lessons(renderer, batches.batch(progress.step), limit), "value")
-        await client.optim_step(AdamParams(learning_rate=options.learning_rate, grad_clip_norm=1.0))
+        await client.optim_step(optim)
         progress.step += 1
         progress.losses.append(float(output.metrics["loss:sum"]))
         if progress.step % options.save_every == 0 or progress.step == options.steps:
@@ -382,7 +392,7 @@ async def _train_classifier(
         checkpoint=str(directory.relative_to(place)),
         worlds=tuple(sorted({one.world for one in attempts})),
         max_prompt_tokens=limit,
-        num_cut=sum(len(renderer.start(list(one.messages))) > limit for one in attempts),
+        num_cut=sum(len(read_ids(renderer, one.messages)) > limit for one in attempts),
     )
 
 

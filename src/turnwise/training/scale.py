@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from turnwise.client.checkpoints import CheckpointStore
 from turnwise.config.files import config_from_yaml
+from turnwise.credit.gae import Gae
 from turnwise.credit.values import read_values, value_sequences
 from turnwise.errors import ConfigError, DataError
 from turnwise.outcomes.model import OutcomeModel
@@ -16,10 +18,10 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.checkpoint import saved_critic
 from turnwise.training.orm import SCORED_AT_ONCE, score_conversations
 from turnwise.training.policy import PolicySampler
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.watch.curve import BudgetLine, budgets_svg
 from turnwise.watch.intervals import Interval
-from turnwise.watch.scaling import ScaledAttempt, ScalePoint, scale_points
+from turnwise.watch.scaling import ScaleChange, ScaledAttempt, ScalePoint, scale_changes, scale_points
 
 ANSWER_LABEL = "answer"
 """The label under which a world records an attempt's final answer, in the form in which answers are compared."""
@@ -35,6 +37,8 @@ class Scaling:
     points: Mapping[str, Sequence[ScalePoint]]
     num_failed: Mapping[str, int]
     """Attempts that failed and were not judged."""
+    changes: Sequence[ScaleChange] = ()
+    """What the second policy has more than the first, paired by task; empty for one policy."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,10 +85,13 @@ def _after_warmup(directory: Path | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticJudge:
-    """A run's critic as a judge of attempts: its value in the state before the last token of the last reply."""
+    """A run's critic as a judge of attempts: its value in the last state that it learns, which is the one before the
+    last token of the last reply, or the start of the last turn where it learns only those."""
 
     path: str
     """The path of the saved critic."""
+    gae: Gae
+    """The states that the critic learns."""
 
     def score(self, attempts: Sequence[Trajectory], policy: PolicySampler) -> list[float]:
         client = policy.service.create_training_client_from_state(self.path)
@@ -96,7 +103,7 @@ class CriticJudge:
             answers = iter(one["values"].tolist() for one in output.loss_fn_outputs)
             for one, sequences in zip(batch, asked, strict=True):
                 values = read_values(one, sequences, [next(answers) for _ in sequences])
-                found.append(float(values.turns[-1][-1]))
+                found.append(float(self.gae.learned(values.turns)[-1][-1]))
         return found
 
 
@@ -119,7 +126,7 @@ def critic_of(policy: PolicySampler) -> CriticJudge:
             rows = [row for row in run.checkpoints() if row.path == checkpoint]
         saved = saved_critic(directory, rows[0]) if rows else None
         if saved is not None:
-            return CriticJudge(path=saved.path)
+            return CriticJudge(path=saved.path, gae=policy.config.method.make_gae())
     raise ConfigError(
         "--critic needs a run with a critic (method=ppo), which saves it beside the policy; or take --orm"
     )
@@ -135,6 +142,7 @@ def measure_scaling(policies: Mapping[str, PolicySampler], judge: OutcomeJudge |
     if config.eval.samples > 1 and not config.eval.temperature:
         raise ConfigError("eval.temperature is 0, so all samples of a task are alike; expected more than 0")
     points, num_failed = dict[str, list[ScalePoint]](), dict[str, int]()
+    by_policy: list[dict[str, list[ScaledAttempt]]] = []
     for name, policy in policies.items():
         with policy:
             played = policy.evaluate(label=name)
@@ -144,9 +152,27 @@ def measure_scaling(policies: Mapping[str, PolicySampler], judge: OutcomeJudge |
                     f"{config.env.name} never says whether an attempt succeeded, so there is no success rate"
                 )
             scores = None if judge is None else judge.score([one for group in groups for one in group], policy)
-        points[name] = scale_points(_attempts(groups, scores))
+        attempts = _attempts(groups, scores)
+        points[name] = scale_points(attempts)
         num_failed[name] = played.row.num_failed
-    return Scaling(world=config.env.name, samples=config.eval.samples, points=points, num_failed=num_failed)
+        by_policy.append(dict(zip(_names(played.played.groups), attempts, strict=True)))
+    return Scaling(
+        world=config.env.name,
+        samples=config.eval.samples,
+        points=points,
+        num_failed=num_failed,
+        changes=scale_changes(*by_policy) if len(by_policy) == 2 else (),
+    )
+
+
+def _names(groups: Sequence[TrajectoryGroup]) -> list[str]:
+    """The task of each group; against a panel of opponents, with the number of the time that it is played."""
+    times: Counter[str] = Counter()
+    found: list[str] = []
+    for group in groups:
+        times[group.task_id] += 1
+        found.append(f"{group.task_id} {times[group.task_id]}")
+    return found
 
 
 def _attempts(groups: Sequence[Sequence[Trajectory]], scores: Sequence[float] | None) -> list[list[ScaledAttempt]]:

@@ -27,7 +27,7 @@ def choose_weight_transfer(config: Config, facts: ModelFacts) -> Literal["disk",
 def _why_not_ipc(config: Config, facts: ModelFacts) -> str:
     """Why no server can read the trainer's memory; empty where one can."""
     rollout, model = config.rollout, config.model
-    if not OTHER_SAMPLERS.get(rollout.backend, NO_OTHER).takes_whole:
+    if not OTHER_SAMPLERS.get(rollout.backend, NO_OTHER).reads_memory:
         return f"rollout.backend={rollout.backend} reads weights from files"
     if model.base_url:
         return f"the trainer is at {model.base_url}, and its memory is there"

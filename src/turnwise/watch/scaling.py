@@ -5,7 +5,8 @@ With n attempts at a task, c of them successes, the share of subsets of size k t
 are estimated in the same way: the mean over all subsets of size k, in closed form where there is one.
 
 Every point is a mean over tasks of numbers between 0 and 1. Its interval is Wilson's with tasks as trials, which is
-right where a task's number is 0 or 1, and too wide rather than too narrow in between.
+right where a task's number is 0 or 1, and too wide rather than too narrow in between. What two policies differ by is
+paired by task, because they play the same ones.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import itertools
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from turnwise.watch.intervals import NOT_MEASURED, Interval, wilson
+from turnwise.watch.intervals import NOT_MEASURED, Interval, change_of, wilson
 
 BudgetKind = Literal["pass@k", "best of k", "majority of k", "turns", "tokens"]
 MAX_SUBSETS = 1000
@@ -50,6 +51,18 @@ class ScalePoint:
     num_tasks: int
     mean_tokens: float | None = None
     """Sampled tokens that k attempts at a task cost, on average; None for budgets of turns and tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleChange:
+    """How much more of the same tasks succeed after training, at one budget."""
+
+    kind: BudgetKind
+    budget: int
+    change: float
+    change_low: float
+    change_high: float
+    num_tasks: int
 
 
 Tasks = Sequence[Sequence[ScaledAttempt]]
@@ -92,19 +105,32 @@ def majority_of_k(attempts: Sequence[ScaledAttempt], k: int) -> float:
 
 def scale_points(tasks: Tasks) -> list[ScalePoint]:
     """Every kind of budget that these attempts can tell of."""
-    attempts = [attempt for task in tasks for attempt in task]
-    most = max((len(task) for task in tasks), default=0)
-    sizes = powers_up_to(most)
-    points = [_of_samples("pass@k", tasks, k, _passed) for k in sizes]
-    if attempts and all(attempt.score is not None for attempt in attempts):
-        points += [_of_samples("best of k", tasks, k, best_of_k) for k in sizes]
-    if any(attempt.answer is not None for attempt in attempts):
-        points += [_of_samples("majority of k", tasks, k, majority_of_k) for k in sizes]
-    turns = powers_up_to(max((attempt.num_turns for attempt in attempts), default=0))
-    points += [_of_limit("turns", tasks, limit, lambda attempt: attempt.num_turns) for limit in turns]
-    tokens = powers_up_to(max((attempt.num_tokens for attempt in attempts), default=0))
-    points += [_of_limit("tokens", tasks, limit, lambda attempt: attempt.num_tokens) for limit in tokens]
-    return points
+    return [_point(one) for one in _estimates(tasks)]
+
+
+def scale_changes(
+    before: Mapping[str, Sequence[ScaledAttempt]], after: Mapping[str, Sequence[ScaledAttempt]]
+) -> list[ScaleChange]:
+    """What changed at every budget that both have, over the tasks that can tell of it both times."""
+    both = [task for task in before if task in after]
+    first = {(one.kind, one.budget): one.values for one in _estimates([before[task] for task in both])}
+    found: list[ScaleChange] = []
+    for one in _estimates([after[task] for task in both]):
+        pairs = zip(first.get((one.kind, one.budget), ()), one.values, strict=False)
+        known = [(was, now) for was, now in pairs if was is not None and now is not None]
+        if known:
+            change = change_of([was for was, _ in known], [now for _, now in known])
+            found.append(
+                ScaleChange(
+                    kind=one.kind,
+                    budget=one.budget,
+                    change=change.value,
+                    change_low=change.low,
+                    change_high=change.high,
+                    num_tasks=len(known),
+                )
+            )
+    return found
 
 
 def powers_up_to(most: int) -> list[int]:
@@ -116,26 +142,58 @@ def _passed(attempts: Sequence[ScaledAttempt], k: int) -> float:
     return pass_at_k(len(attempts), sum(attempt.is_success for attempt in attempts), k)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Estimate:
+    """What each task says of one budget; None where it cannot tell."""
+
+    kind: BudgetKind
+    budget: int
+    values: Sequence[float | None]
+    costs: Sequence[float] = ()
+
+
+def _estimates(tasks: Tasks) -> list[_Estimate]:
+    attempts = [attempt for task in tasks for attempt in task]
+    most = max((len(task) for task in tasks), default=0)
+    sizes = powers_up_to(most)
+    found = [_of_samples("pass@k", tasks, k, _passed) for k in sizes]
+    if attempts and all(attempt.score is not None for attempt in attempts):
+        found += [_of_samples("best of k", tasks, k, best_of_k) for k in sizes]
+    if any(attempt.answer is not None for attempt in attempts):
+        found += [_of_samples("majority of k", tasks, k, majority_of_k) for k in sizes]
+    turns = powers_up_to(max((attempt.num_turns for attempt in attempts), default=0))
+    found += [_of_limit("turns", tasks, limit, lambda attempt: attempt.num_turns) for limit in turns]
+    tokens = powers_up_to(max((attempt.num_tokens for attempt in attempts), default=0))
+    return found + [_of_limit("tokens", tasks, limit, lambda attempt: attempt.num_tokens) for limit in tokens]
+
+
 def _of_samples(
     kind: BudgetKind, tasks: Tasks, k: int, estimate: Callable[[Sequence[ScaledAttempt], int], float]
-) -> ScalePoint:
+) -> _Estimate:
     """Tasks with fewer than k attempts that were judged say nothing of k, and are left out of the count."""
-    able = [task for task in tasks if len(task) >= k]
-    return _point(kind, k, [estimate(task, k) for task in able], [k * _mean_tokens(task) for task in able])
-
-
-def _of_limit(kind: BudgetKind, tasks: Tasks, limit: int, spent: Callable[[ScaledAttempt], int]) -> ScalePoint:
-    """An attempt that needed more than the limit would have been cut before its success."""
-    able = [task for task in tasks if task]
-    values = [sum(one.is_success and spent(one) <= limit for one in task) / len(task) for task in able]
-    return _point(kind, limit, values)
-
-
-def _point(kind: BudgetKind, budget: int, values: Sequence[float], costs: Sequence[float] = ()) -> ScalePoint:
-    found: Interval = wilson(sum(values) / len(values), len(values)) if values else NOT_MEASURED
-    return ScalePoint(
+    return _Estimate(
         kind=kind,
-        budget=budget,
+        budget=k,
+        values=[estimate(task, k) if len(task) >= k else None for task in tasks],
+        costs=[k * _mean_tokens(task) for task in tasks if len(task) >= k],
+    )
+
+
+def _of_limit(kind: BudgetKind, tasks: Tasks, limit: int, spent: Callable[[ScaledAttempt], int]) -> _Estimate:
+    """An attempt that needed more than the limit would have been cut before its success."""
+    values = [
+        sum(one.is_success and spent(one) <= limit for one in task) / len(task) if task else None for task in tasks
+    ]
+    return _Estimate(kind=kind, budget=limit, values=values)
+
+
+def _point(estimate: _Estimate) -> ScalePoint:
+    values = [value for value in estimate.values if value is not None]
+    found: Interval = wilson(sum(values) / len(values), len(values)) if values else NOT_MEASURED
+    costs = estimate.costs
+    return ScalePoint(
+        kind=estimate.kind,
+        budget=estimate.budget,
         success=found.value,
         success_low=found.low,
         success_high=found.high,

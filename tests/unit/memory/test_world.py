@@ -9,7 +9,7 @@ import pytest
 from turnwise.client.fake import ScriptedSampler
 from turnwise.config.files import load_config
 from turnwise.credit.datums import trajectory_to_datums
-from turnwise.envs.base import assistant, user
+from turnwise.envs.base import EnvStep, assistant, user
 from turnwise.envs.registry import get_world
 from turnwise.envs.tools import format_tool_call
 from turnwise.errors import ConfigError
@@ -23,7 +23,7 @@ from turnwise.rollout.certify import certify
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.group import Rollout
 from turnwise.rollout.replay import replay
-from turnwise.trajectory import EndReason, Trajectory, Turn
+from turnwise.trajectory import EndReason, Message, Trajectory, Turn
 from turnwise.types import ModelInput, SamplingParams
 
 MEMORY = MemoryConfig(window=4, summary_tokens=12)
@@ -155,6 +155,41 @@ async def test_notes_are_kept_outside_the_prompt_and_cost_the_world_nothing() ->
     missing = await env.step(assistant(format_tool_call("recall_note", name="window")))
     assert missing.messages[0].content == "error: no note 'window'; the notes are: door"
     assert isinstance(env, MemoryEnv)
+
+
+class AsksForShortReplies:
+    """An env that allows the first reply what the run does, and each later one 3 tokens."""
+
+    async def start(self) -> list[Message]:
+        return [user("say something")]
+
+    async def step(self, reply: Message) -> EnvStep:  # noqa: ARG002
+        return EnvStep(messages=[user("more")], max_tokens=3)
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_what_the_world_allows_a_reply_holds_after_a_summary_and_after_a_note() -> None:
+    env = MemoryEnv(AsksForShortReplies(), MemoryConfig(window=2, summary_tokens=5, notes=True))
+    await env.start()
+    assert (await env.step(assistant(format_tool_call("write_note", name="a", text="b")))).max_tokens == 0
+    assert (await env.step(assistant("x"))).max_tokens == 5, "the window is full: a summary is next"
+    assert (await env.step(assistant("a summary"))).max_tokens == 3
+    assert (await env.step(assistant(format_tool_call("recall_note", name="a")))).max_tokens == 3
+
+
+async def test_an_attempt_that_wrote_nothing_counts_as_none_and_is_not_left_out_of_the_mean() -> None:
+    env = MemoryEnv(AsksForShortReplies(), MemoryConfig(window=2, summary_tokens=5, notes=True))
+    await env.start()
+    assert (await env.step(assistant("x"))).info == {"summaries": 0, "notes": 0}
+    await env.step(assistant("x"))
+    assert (await env.step(assistant("a summary"))).info == {"summaries": 1, "notes": 0}
+    noted = await env.step(assistant(f"{format_tool_call('write_note', name='a', text='b')} x"))
+    assert noted.info == {"summaries": 1, "notes": 1}
+    plain = MemoryEnv(AsksForShortReplies(), MemoryConfig(window=2))
+    await plain.start()
+    assert not (await plain.step(assistant("x"))).info
 
 
 @pytest.mark.parametrize(

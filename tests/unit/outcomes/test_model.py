@@ -58,6 +58,26 @@ def test_a_generative_model_is_asked_about_all_conversations_at_once(tiny_dir: P
     assert asyncio.run(asyncio.wait_for(model.score(conversations), LONGER_THAN_TINY_S)) == [1.0, 1.0, 1.0]
 
 
+def _votes(tiny_dir: Path, directory: Path, *said: str) -> float:
+    """The score of a generative model whose votes are these."""
+    tokenizer = load_tokenizer(tiny_dir)
+    replies = iter([get_renderer(tokenizer).encode_reply(assistant(text)) for text in said])
+
+    class Source:
+        def create_sampling_client(self, **_: object) -> ScriptedSampler:
+            return ScriptedSampler(lambda _: next(replies), tokenizer=tokenizer)
+
+    info = OutcomeInfo(kind="generative", base_model="tiny", checkpoint="none", worlds=("w",), num_votes=len(said))
+    model = OutcomeModel(directory, info)
+    model.attach(cast(Any, Source()))
+    return asyncio.run(model.score([[user("go"), assistant("gone")]]))[0]
+
+
+def test_a_vote_without_a_verdict_is_no_yes(tiny_dir: Path, tmp_path: Path) -> None:
+    assert _votes(tiny_dir, tmp_path, "Verdict: yes", "well", "Verdict: no", "well") == 0.25
+    assert _votes(tiny_dir, tmp_path, "well", "well") == 0
+
+
 def test_of_a_long_conversation_the_beginning_and_the_newest_part_are_kept() -> None:
     ids = list(range(100))
     assert cut_middle(ids, 0) == cut_middle(ids, 100) == ids

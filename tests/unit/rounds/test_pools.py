@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from cases import for_each
+from e2e.parity_world import ParityWorld
 from turnwise.cli import main
-from turnwise.envs.base import Task, assistant, user
-from turnwise.envs.listed import ListedTask
+from turnwise.config.files import load_config
+from turnwise.envs.base import Split, Task, assistant, user
+from turnwise.envs.listed import ListedTask, write_tasks
 from turnwise.errors import ConfigError
 from turnwise.rounds.config import FlywheelConfig, FlywheelFile, read_file
 from turnwise.rounds.dial import LevelTasks, TaskDial
@@ -21,8 +24,8 @@ from turnwise.rounds.export import pool_rows, write_pool
 from turnwise.rounds.flywheel import flywheel
 from turnwise.rounds.route import route
 from turnwise.rounds.store import AttemptVerdict, PoolStore
-from turnwise.training.objects import NO_OBJECTS
-from turnwise.training.stored import read_critic_attempts, read_file_dialogues, world_words
+from turnwise.training.objects import NO_OBJECTS, PythonObjects
+from turnwise.training.stored import HeldOutTasks, own_task, read_critic_attempts, read_file_dialogues, world_words
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
 
 WORDS = {"red": 11, "blue": 12, "green": 13}
@@ -121,20 +124,23 @@ def test_a_pool_is_filtered_and_exported_with_its_provenance_and_can_be_learned_
         with pytest.raises(ConfigError, match="no such column"):
             list(pool_rows(store, "sft", "colour = 1"))
     config = read_file("key_door_tiny", ["model=tiny"]).run
-    (replies,) = read_file_dialogues(str(tmp_path / "sft.jsonl"), config)
+    (replies,) = read_file_dialogues(str(tmp_path / "sft.jsonl"), config, HeldOutTasks(config))
     (datum,) = replies.datums
     assert datum.loss_fn_inputs["mask"].tolist() == [0, 1, 0, 0, 1], "the replies, and nothing else"
-    (words,) = read_file_dialogues(str(tmp_path / "continued.jsonl"), config)
+    (words,) = read_file_dialogues(str(tmp_path / "continued.jsonl"), config, HeldOutTasks(config))
     (datum,) = words.datums
     assert datum.loss_fn_inputs["mask"].tolist() == [0, 0, 1, 1], "the world's words, and not the failed replies"
     other = read_file("key_door_tiny", ["env=guess_number"]).run
     with pytest.raises(ConfigError, match=r"was played with env\.name=key_door"):
-        read_file_dialogues(str(tmp_path / "sft.jsonl"), other)
+        read_file_dialogues(str(tmp_path / "sft.jsonl"), other, HeldOutTasks(other))
+    held_out = HeldOutTasks(config, [Task(id="mixed")])
+    with pytest.raises(ConfigError, match="holds nothing to learn from; 1 are at tasks that this run holds out"):
+        read_file_dialogues(str(tmp_path / "sft.jsonl"), config, held_out)
     weighed = read_file("key_door_tiny", ["reward.weights.outcome=2"]).run
-    (lesson,) = read_critic_attempts(str(tmp_path / "sft.jsonl"), weighed)
+    (lesson,) = read_critic_attempts(str(tmp_path / "sft.jsonl"), weighed, HeldOutTasks(weighed))
     assert [turn.reward for turn in lesson.turns] == [0, 2], "a critic learns what this run's attempts would earn"
     with pytest.raises(ConfigError, match=r"critic\.pretrain_from=.* line 1 was played with env\.name=key_door"):
-        read_critic_attempts(str(tmp_path / "sft.jsonl"), other)
+        read_critic_attempts(str(tmp_path / "sft.jsonl"), other, HeldOutTasks(other))
 
 
 def test_a_history_that_was_rewritten_has_no_words_of_the_world_to_learn() -> None:
@@ -191,6 +197,50 @@ def test_without_a_verdict_nothing_is_solved_so_no_task_is_retired_and_the_level
         assert (turned["retired"], turned["proposed"], turned["level"]) == (0, 0, 0)
 
 
+def test_levels_that_share_their_tasks_hold_out_and_propose_each_their_own(tmp_path: Path) -> None:
+    """Boards of tic-tac-toe are the same at every level; what differs is the opponent."""
+    config, options = load_config("tic_tac_toe"), FlywheelConfig(tasks=4, eval_tasks=3, retire_at=0.5)
+    with PoolStore.create(tmp_path / "wheel", {"world": "tic_tac_toe", "base_model": "tiny"}) as store:
+        source = LevelTasks(config=config, objects=NO_OBJECTS)
+        dial = TaskDial(store, source, options)
+        dial.hold_out()
+        held_out = store.held_out()
+        assert Counter(one.difficulty for one in held_out) == dict.fromkeys(source.levels, 3)
+        assert dial.begin() == 4
+        for number in (1, 2):
+            _judge_all(store, number, is_good=True)
+            assert dial.turn(number, store.attempts("a.round = ?", number))["proposed"] == 4
+        assert [one.difficulty for one in store.active_tasks()] == [2] * 4
+        assert len(store.query("SELECT id FROM tasks")) == 12
+        everything = [*store.active_tasks(), *held_out]
+    write_tasks(tmp_path / "tasks.jsonl", everything)
+    env = config.env.model_copy(update={"tasks": str(tmp_path / "tasks.jsonl")})
+    world = NO_OBJECTS.make_world(env, max_turns=0)
+    assert all(world.make_env(one.task, 0) for one in everything)
+    played = config.model_copy(update={"env": env})
+    named = next(one for one in everything if one.task.id.startswith("level"))
+    assert own_task(played, named.task.id) == ("tic_tac_toe", named.own_task.id), (
+        "an outcome model knows it by its name"
+    )
+
+
+class Unnumbered(ParityWorld):
+    """Tasks that are their ids alone."""
+
+    difficulties = ()
+
+    def tasks(self, split: Split, count: int, seed: int) -> list[Task]:  # noqa: ARG002
+        return [Task(id=f"{split} {number}") for number in range(count)]
+
+
+def test_tasks_without_data_are_told_apart_by_their_ids(tmp_path: Path) -> None:
+    with _store(tmp_path) as store:
+        source = LevelTasks(config=load_config("key_door"), objects=PythonObjects(env=Unnumbered()))
+        dial = TaskDial(store, source, FlywheelConfig(tasks=4, eval_tasks=3))
+        dial.hold_out()
+        assert (len(store.held_out()), dial.begin()) == (3, 4)
+
+
 @for_each(("dial", "levels"), [("fixed", {0}), ("uniform", {0, 1, 2, 3, 4, 5})])
 def test_another_dial_does_not_rise(dial: str, levels: set[int], tmp_path: Path) -> None:
     with PoolStore.create(tmp_path / dial, {"world": "key_door", "base_model": "tiny"}) as store:
@@ -235,6 +285,8 @@ def test_without_routing_there_are_as_many_steps() -> None:
         "env.options.num_rooms=3",
         "train.steps=7",
         "eval.tasks=5",
+        "eval.every=5",
+        "eval.keep_best=false",
         "run.dir=elsewhere",
         "cluster.env_workers=2",
     ],
@@ -244,6 +296,25 @@ def test_an_option_that_a_flywheel_does_not_read_is_refused_before_anything_is_w
 ) -> None:
     with pytest.raises(ConfigError, match=f"{option.partition('=')[0]} is not read"):
         flywheel("key_door_tiny", directory=tmp_path / "wheel", overrides=[option])
+    assert not (tmp_path / "wheel").exists()
+
+
+@for_each(
+    ("option", "match"),
+    [
+        ("opponent.panel=[mixed]", "opponent.panel is not read: a flywheel plays against scripts"),
+        (
+            "env.options.opponent=self",
+            "opponent=self is a model, and a flywheel plays against scripts.* expected mixed",
+        ),
+    ],
+)
+def test_an_opponent_that_is_a_model_is_refused_before_anything_is_spent(
+    tmp_path: Path, option: str, match: str
+) -> None:
+    (tmp_path / "wheel.yaml").write_text("{flywheel: {}, model: tiny, env: {name: negotiate}}")
+    with pytest.raises(ConfigError, match=match):
+        flywheel(tmp_path / "wheel.yaml", directory=tmp_path / "wheel", overrides=[option])
     assert not (tmp_path / "wheel").exists()
 
 

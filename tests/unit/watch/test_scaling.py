@@ -6,11 +6,20 @@ import itertools
 import math
 import xml.etree.ElementTree as ElementTree
 
+import numpy as np
 import pytest
 
 from turnwise.watch.curve import BudgetLine, budgets_svg
-from turnwise.watch.intervals import Interval
-from turnwise.watch.scaling import ScaledAttempt, best_of_k, majority_of_k, pass_at_k, powers_up_to, scale_points
+from turnwise.watch.intervals import Interval, change_of
+from turnwise.watch.scaling import (
+    ScaledAttempt,
+    best_of_k,
+    majority_of_k,
+    pass_at_k,
+    powers_up_to,
+    scale_changes,
+    scale_points,
+)
 
 
 def _attempt(is_success: bool, **fields) -> ScaledAttempt:
@@ -60,6 +69,40 @@ def test_points_count_budgets_and_leave_out_tasks_that_cannot_tell() -> None:
     assert points["turns", 1].success_high > 0.5, "two tasks without a success do not prove that there is none"
     assert powers_up_to(6) == [1, 2, 4, 6]
     assert scale_points([]) == []
+
+
+def test_what_changed_is_paired_by_task_and_leaves_out_tasks_that_one_side_cannot_tell() -> None:
+    won, lost = _attempt(True), _attempt(False)
+    before = {"a": [lost, lost], "b": [won, lost], "c": [won], "only before": [won, won]}
+    after = {"b": [won, won], "a": [won, lost], "c": [won, won]}
+    found = {(one.kind, one.budget): one for one in scale_changes(before, after)}
+    assert found["pass@k", 1].change == pytest.approx((0.5 + 0.5 + 0) / 3)
+    assert (found["pass@k", 2].change, found["pass@k", 2].num_tasks) == (0.5, 2), "c was played once before"
+    assert found["turns", 1].num_tasks == 3
+    assert scale_changes(before, {}) == []
+
+
+def test_the_interval_of_a_change_is_shorter_where_tasks_are_alike_and_never_empty() -> None:
+    easy_and_hard = [1.0, 0.0] * 16
+    same, other = (change_of(easy_and_hard, after) for after in (easy_and_hard, [0.0, 1.0] * 16))
+    assert same.value == other.value == 0
+    assert 0 < same.high - same.low < 0.6 * (other.high - other.low)
+    nothing = change_of([0.0] * 8, [0.0] * 8)
+    assert nothing.low < -0.2, "eight tasks that nobody solves do not show that nothing changed"
+    assert change_of([0.0] * 40, [1.0] * 40).low > 0.8
+    assert math.isnan(change_of([], []).value)
+
+
+def test_the_interval_of_a_change_covers_the_truth_in_95_of_100_studies() -> None:
+    rng = np.random.default_rng(0)
+    for num_tasks, samples in ((8, 1), (16, 1), (16, 4), (48, 2)):
+        covered = 0
+        for _ in range(600):
+            chances = rng.beta(0.5, 0.5, num_tasks)
+            before, after = (rng.binomial(samples, p) / samples for p in (chances, 0.7 * chances + 0.3))
+            found = change_of(before.tolist(), after.tolist())
+            covered += found.low <= 0.15 <= found.high
+        assert covered >= 0.93 * 600, (num_tasks, samples)
 
 
 def test_the_picture_is_xml_with_a_point_for_every_budget() -> None:

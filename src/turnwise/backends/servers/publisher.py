@@ -134,7 +134,12 @@ class FleetPublisher(Publisher):
     def fleet_times(self) -> FleetTimes:
         """The deadlines of the fleet; asked when the servers have started."""
         rollout = self.setup.rollout
-        return FleetTimes(request_s=rollout.reply_deadline_s, wait_s=rollout.server_wait_s)
+        times = FleetTimes(request_s=rollout.reply_deadline_s, wait_s=rollout.server_wait_s)
+        if rollout.publish == "adapter":
+            return times
+        # A server reads whole weights for as long as when it starts, and with `end` it finishes its replies first.
+        replies_s = times.request_s if rollout.kv_across_updates == "end" else 0.0
+        return replace(times, load_s=max(times.load_s, rollout.server_start_s) + replies_s)
 
     def check_facts(self, url: str, facts: ServerFacts) -> None:
         """Refuse a server whose model cannot be the run's, or is not the one that it had before."""

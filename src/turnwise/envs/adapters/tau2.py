@@ -78,6 +78,7 @@ class Tau2World:
     """One domain of tau2-bench."""
 
     scripted_opponents: ClassVar[tuple[str, ...]] = ("script",)
+    scripted_seats: ClassVar[tuple[int, ...]] = (CUSTOMER,)
     difficulties: ClassVar[Levels] = ({"max_calls": 4}, {"max_calls": 8}, {"max_calls": 1000})
 
     domain: str
