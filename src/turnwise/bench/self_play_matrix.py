@@ -95,7 +95,7 @@ def policies_of(names: Sequence[str], arm: str, start: str) -> list[str]:
 
 
 def forgotten(matrix: Matrix, policies: Sequence[str]) -> list[float]:
-    """By seed: the last policy's reward against the early ones, less that of the policy in the middle."""
+    """For each seed, the last policy's reward against the early ones, minus that of the policy in the middle."""
     if len(policies) < NUM_EARLY + 2:
         raise SystemExit(f"{', '.join(policies)}: expected {NUM_EARLY + 2} policies of an arm or more, start included")
     early, middle, last = policies[:NUM_EARLY], policies[(len(policies) + 1) // 2], policies[-1]

@@ -9,8 +9,8 @@ Tinker's signatures again, so that editors and type checkers show them.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 from turnwise.client.futures import ApiFuture, Submission, awaited, in_thread, submitted, waited
 from turnwise.errors import ConfigError, DataError
@@ -45,7 +45,22 @@ def one_optim_params(optim_params: AdamParams | None, adam_params: AdamParams | 
     params = optim_params if adam_params is None else adam_params
     if params is None or (optim_params is not None and adam_params is not None):
         raise ConfigError("optim_step takes one set of settings: optim_step(types.AdamParams(learning_rate=...))")
+    if not isinstance(params, AdamParams):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"optim_step({params!r:.80}); expected types.AdamParams(learning_rate=...)")
     return params
+
+
+def datum_list(data: object) -> list[Datum]:
+    """Return the datums of a call as a list; refuse what is no list of datums, and an empty one."""
+    if isinstance(data, Datum) or not isinstance(data, Iterable):
+        raise DataError(f"data is a {type(data).__name__}; expected a list of types.Datum")
+    datums = list(cast(Iterable[object], data))
+    if not datums:
+        raise DataError("data is empty; expected at least one Datum")
+    for index, datum in enumerate(datums):
+        if not isinstance(datum, Datum):
+            raise DataError(f"data[{index}] is a {type(datum).__name__}; expected a types.Datum")
+    return cast(list[Datum], datums)
 
 
 class SamplingClient(Protocol):

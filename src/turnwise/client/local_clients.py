@@ -15,6 +15,7 @@ from turnwise.client.base import (
     LossFnConfig,
     SamplingClient,
     TrainingClient,
+    datum_list,
     one_optim_params,
     prompt_tokens,
 )
@@ -337,13 +338,7 @@ class LocalTrainingClient(TrainingClient):
 
 def copy_datums(data: Sequence[Datum]) -> list[Datum]:
     """Copy datums, so that they do not change when the caller changes its lists and arrays."""
-    datums = list(data)
-    if not datums:
-        raise DataError("data is empty; expected at least one Datum")
-    for index, datum in enumerate(datums):
-        if not isinstance(datum, Datum):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise DataError(f"data[{index}] is a {type(datum).__name__}; expected a types.Datum")
-    return [_copy_datum(datum) for datum in datums]
+    return [_copy_datum(datum) for datum in datum_list(data)]
 
 
 def _copy_datum(datum: Datum) -> Datum:

@@ -11,11 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.client.base import CustomLossFn, LossFnConfig, SamplingClient, TrainingClient, one_optim_params
+from turnwise.client.base import (
+    CustomLossFn,
+    LossFnConfig,
+    SamplingClient,
+    TrainingClient,
+    datum_list,
+    one_optim_params,
+)
 from turnwise.client.futures import ApiFuture, awaited, waited
 from turnwise.client.remote_connection import Connection, Sdk
 from turnwise.client.remote_wire import Dialect, mask_of, to_columns, to_seed, to_stop
-from turnwise.errors import ConfigError, DataError, ServiceError
+from turnwise.errors import ConfigError, ServiceError
 from turnwise.losses.table import VALUE_LOSS
 from turnwise.types import (
     AdamParams,
@@ -225,9 +232,7 @@ class RemoteTrainingClient(TrainingClient):
     def _train(
         self, submit: Callable[..., Any], verb: str, data: Sequence[Datum], loss_fn: str, config: LossFnConfig | None
     ) -> ApiFuture[ForwardBackwardOutput]:
-        datums = list(data)
-        if not datums:
-            raise DataError("data is empty; expected at least one Datum")
+        datums = datum_list(data)
         columns, settings = to_columns(datums, loss_fn, dict(config or {}), self._connection.dialect)
         source = submit(self._to_sdk(datums, columns), loss_fn, settings or None)
         translate = _to_values if loss_fn == VALUE_LOSS.name else partial(_to_output, datums, self._connection.dialect)

@@ -56,12 +56,15 @@ from turnwise.rollout.server_options import SHARED_OPTIONS
 from turnwise.runtime.section import Section
 from turnwise.watch.alarms import AlarmConfig
 
+SHORTHANDS = ("model", "method", "env")
+"""Sections that a bare name may stand for: `model=tiny` is `model.name=tiny`."""
+
 
 class Config(Section):
     """All options of `turnwise train`.
 
     >>> import turnwise as tw
-    >>> tw.Config.model_validate({"env": {"name": "guess_number"}, "train": {"steps": 5}}).train.steps
+    >>> tw.Config(env="guess_number", model={"name": "tiny", "rank": 8}, train={"steps": 5}).train.steps
     5
     """
 
@@ -85,7 +88,11 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_other_spellings(cls, given: Any) -> Any:
-        return with_full_rates(to_canonical(cast(dict[str, Any], given))) if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        sections = cast(dict[str, Any], given)
+        named = {name: {"name": sections[name]} for name in SHORTHANDS if isinstance(sections.get(name), str)}
+        return with_full_rates(to_canonical({**sections, **named}))
 
     @model_validator(mode="after")
     def _sections_fit_together(self) -> Self:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from turnwise.config.config import Config, option_fields
+from turnwise.config.config import SHORTHANDS, Config, option_fields
 from turnwise.config.critic import CriticConfig
 from turnwise.config.spellings import (
     OTHER_WORDS,
@@ -52,8 +52,6 @@ AnySection = TypeVar("AnySection", bound=Section)
 Tree = dict[str, Any]
 """A config as in YAML: sections of keys, not yet checked."""
 
-SHORTHANDS = ("model", "method", "env")
-"""Sections that a bare name may stand for: `model=tiny` is `model.name=tiny`."""
 SHORT_KEYS = {"base_url": "model.base_url", "loss": "method.loss_fn"}
 SWITCHES = {
     "eval.tasks": tuple(EvalConfig.model_fields),

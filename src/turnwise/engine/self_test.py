@@ -108,7 +108,7 @@ def check_model(engine: Engine, reference: Reference) -> None:
 
 
 class _Limits:
-    """What may differ, and by how much."""
+    """How far each part of the model may be from the reference."""
 
     def __init__(self, reference: Reference, dtype: torch.dtype, *, has_experts: bool) -> None:
         self.reference = reference

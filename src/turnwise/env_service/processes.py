@@ -86,11 +86,11 @@ class WatchedEnvWorkers(EnvWorkers):
         self._ending = threading.Event()
         self._watches: list[threading.Thread] = []
         self._heard: dict[int, tuple[WorkerLife, float]] = {}
-        """When each worker answered last, and which life of it did."""
+        """The process that answered last for each worker, and when."""
 
     @abstractmethod
     def life_of(self, number: int) -> tuple[WorkerLife, float]:
-        """Who serves as this worker now, and when that one was started."""
+        """The process that serves as this worker now, and when it was started."""
 
     def _begin_watch(self, look: Callable[[], None], every_s: float) -> None:
         """Call `look` again and again, and check the health of all workers beside it, until `_end_watch`.

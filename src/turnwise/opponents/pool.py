@@ -44,9 +44,9 @@ class PoolState(TypedDict):
     snapshots: dict[str, str]
     """Name to checkpoint, oldest first."""
     newest: str
-    """The snapshot that the policy was last, or `start`."""
+    """The snapshot that was taken last, or `start` if there is none."""
     results: dict[str, dict[str, list[float]]]
-    """By snapshot that the policy was, then by opponent: the games that it won, and all games."""
+    """The games that the policy won and all its games, by the snapshot that it was at that time, then by opponent."""
 
 
 @dataclass(slots=True, kw_only=True)

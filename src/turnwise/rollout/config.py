@@ -18,7 +18,7 @@ DEFAULT_TURNS, DEFAULT_TOKENS, DEFAULT_CONTEXT = 8, 256, 4096
 """Bounds if neither the config nor the world or the model has one: turns, tokens of a reply and of an attempt."""
 
 MIN_REPLY_S, TOKEN_S = 120.0, 0.25
-"""What a server gets for a reply, in all and for each of its tokens, where `server_deadline_s` does not say."""
+"""A server's seconds for a reply if `server_deadline_s` is 0: for all of it, or for each token if that is more."""
 
 
 class RolloutConfig(RolloutLimits, ServerOptions):

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from turnwise.config.config import Config
-from turnwise.config.files import SHORTHANDS, YAML_SUFFIXES, left_out, option_paths, override_config, preset_names
+from turnwise.config.config import SHORTHANDS, Config
+from turnwise.config.files import YAML_SUFFIXES, left_out, option_paths, override_config, preset_names
 from turnwise.config.spellings import SKYRL_SECTION
 from turnwise.errors import ConfigError
 from turnwise.losses.outside import as_loss_name

@@ -65,7 +65,7 @@ class RunState:
     opponents: PoolState | None = None
     """The pool of opponents; None where there is none."""
     deal: TaskOrderState | None = None
-    """Which levels a curriculum had dealt, and how they went; None where tasks follow from their numbers alone."""
+    """The levels that a curriculum dealt, and their success; None without a curriculum."""
     pool: tuple[PoolRow, ...] = ()
     """Groups that were dealt and not yet learned from."""
 

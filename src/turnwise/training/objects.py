@@ -41,7 +41,7 @@ PlayedBy = Callable[[World, dict[str, Any]], World]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonObjects:
-    """What a caller passed as objects; None where the config names it."""
+    """What a caller passed as Python objects; None for what the config names."""
 
     env: Any = None
     """A world, a class or function that makes one, or an env class (`turnwise.envs.worlds.as_world`)."""

@@ -215,7 +215,7 @@ def sequence_lengths(turns: Sequence[DialogueTurn]) -> list[int]:
 
 
 def _windowed(parts: Parts, prompt: float, reply: int) -> PlannedAttempt:
-    """An attempt that uses all of its turns, with a window that is rewritten whenever turns leave it."""
+    """An attempt with all of its turns, in a window. The prompt is rewritten when turns leave the window."""
     memory, limits = parts.config.memory, parts.rollout
     leaving = memory.window - memory.keep if memory.summary_tokens else 1
     datums = 1 + max(0, limits.max_turns - memory.window) / leaving

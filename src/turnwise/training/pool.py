@@ -257,7 +257,7 @@ def _staleness(entry: PoolEntry, version: int) -> int:
 
 
 class LengthBias:
-    """Counts the tokens of groups that were learned from over a whole run, to show whether long groups are missing."""
+    """Counts the tokens of all groups that the run learned from, to show whether long groups are missing among them."""
 
     def __init__(self, num_groups: int = 0, num_tokens: int = 0) -> None:
         self.num_groups = num_groups

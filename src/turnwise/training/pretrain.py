@@ -50,7 +50,7 @@ def read_lessons(parts: Parts, renderer: Renderer) -> Demonstrations:
 
 
 def batch_lessons(lessons: Demonstrations, parts: Parts) -> ShuffledItems[list[Datum]]:
-    """What the warm-up shows, in batches."""
+    """The dialogues of the warm-up, in batches."""
     return ShuffledItems(lessons.dialogues, parts.config.warmup.batch_size, _dialogue_seed(parts))
 
 

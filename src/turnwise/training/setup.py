@@ -79,11 +79,11 @@ class Setup:
     parts: Parts
     objects: PythonObjects = NO_OBJECTS
     notes: Sequence[str] = field(default_factory=tuple[str, ...])
-    """What the overrides left no reader for, in words."""
+    """The options that nothing reads after the overrides, in words."""
     default_name: str = ""
-    """What the run is called after where the user chose neither a name nor a directory; empty: the user did."""
+    """The name that the run's own name is made from; empty if the user chose a name or a directory."""
     card: DeviceInfo | None = None
-    """What every engine has in place of this machine's device, where the plan is for other machines."""
+    """The device of every engine, if the plan is for other machines than this one."""
 
     def renamed(self) -> Setup:
         """The same run in the next directory that is free, for one that the user gave no name."""

@@ -42,7 +42,7 @@ NO_STEP = AdamParams(learning_rate=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedLoad:
-    """What is measured: as many rows at a time, and passes as long, as the run has."""
+    """The load to measure: rows at a time and lengths of passes, as in the run."""
 
     rows: int
     """Sequences that are drawn at the same time."""

@@ -12,7 +12,7 @@ from turnwise.rollout.server_options import NO_OTHER, OTHER_SAMPLERS
 from turnwise.runtime.network import is_on_this_machine
 
 SPREADS = ("--pipeline-parallel", "-pp", "--pipeline_parallel", "--data-parallel", "--data_parallel", "-dp")
-"""Arguments of vLLM that need several GPUs begin so."""
+"""How the arguments of vLLM begin that need several GPUs."""
 
 
 def choose_weight_transfer(config: Config, facts: ModelFacts) -> Literal["disk", "ipc"]:

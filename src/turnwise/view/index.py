@@ -112,7 +112,7 @@ class AttemptIndex:
 
 
 class IndexWorker:
-    """One thread that fills the side indexes of the runs that somebody looks at, and rests when there is nothing."""
+    """One thread that fills the side indexes of the runs that are looked at, and waits when all are filled."""
 
     def __init__(self) -> None:
         self._indexes: dict[Path, AttemptIndex] = {}

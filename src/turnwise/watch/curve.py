@@ -103,7 +103,7 @@ def runs_svg(title: str, runs: Mapping[str, Sequence[EvaluationRow]]) -> str:
 
 
 def metric_svg(title: str, name: str, runs: Mapping[str, Points]) -> str:
-    """Draw one metric of several runs over steps, from the smallest to the largest value that came."""
+    """Draw one metric of several runs over steps, from its smallest to its largest value."""
     axes = _Axes(max([1.0, *(step for points in runs.values() for step, _ in points)]))
     values = [value for points in runs.values() for _, value in points]
     low, high = min(values, default=0.0), max(values, default=1.0)

@@ -295,6 +295,8 @@ def test_any_sequence_of_datums_will_do_but_an_empty_one(service: ServiceClient,
     client = service.create_lora_training_client(small)
     client.forward_backward((datum(), datum()), "ppo").result(DEADLINE_S)
     for call in (client.forward, client.forward_backward):
+        with pytest.raises(DataError, match=r"data is a Datum; expected a list of types\.Datum"):
+            call(cast(Any, datum()), "ppo")
         with pytest.raises(DataError, match="data is empty"):
             call([], "ppo")
     with pytest.raises(DataError, match=r"data\[1\] is a dict"):
@@ -321,6 +323,8 @@ def test_optim_step_needs_one_set_of_settings(service: ServiceClient, small: str
     client = service.create_lora_training_client(small)
     with pytest.raises(ConfigError, match="one set of settings"):
         client.optim_step()
+    with pytest.raises(ConfigError, match=r"optim_step\(0.001\); expected types.AdamParams\(learning_rate=...\)"):
+        client.optim_step(cast(Any, 1e-3))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -377,3 +377,11 @@ def test_corrections_reach_the_engine() -> None:
     }
     config = make_loss("ppo", read_method(given).loss_config).config
     assert (config.correction, config.correction_high, config.opsm_threshold) == ("token_tis", 3, 1e-4)
+
+
+def test_a_bare_name_stands_for_its_section_in_python_too() -> None:
+    config = Config(env="key_door", model="tiny", method="rloo")  # pyright: ignore[reportArgumentType]
+    assert (config.env.name, config.model.name, config.method.name) == ("key_door", "tiny", "rloo")
+    assert config == Config.model_validate({"env": "key_door", "model": {"name": "tiny"}, "method": {"name": "rloo"}})
+    with pytest.raises(ConfigError, match="train='fast'"):
+        Config(train="fast")  # pyright: ignore[reportArgumentType]

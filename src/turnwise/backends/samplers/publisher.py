@@ -51,7 +51,7 @@ class EngineFleet(FleetPublisher):
 
     @abstractmethod
     def find_link(self, number: int) -> SamplerLink | None:
-        """The way to a sampler as it is now."""
+        """The connection to a sampler; None while it has none."""
 
     async def start_servers(self) -> Sequence[str]:
         return [_name(number) for number in range(self.setup.cluster.samplers)]

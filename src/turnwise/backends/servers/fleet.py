@@ -65,9 +65,9 @@ class _Server:
         self.num_served = 0
         self.num_missed = 0
         self.num_stuck = 0
-        """Tries in a row to let it in, on which something listened and did not answer."""
+        """Tries in a row to use it again in which it accepted a connection and did not answer."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the server is known to be gone: requests under way there are given up."""
+        """Done when the server is gone; its requests are then given up."""
 
     @property
     def url(self) -> str:

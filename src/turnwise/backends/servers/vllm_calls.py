@@ -93,7 +93,7 @@ class VllmCalls(ABC):
 
     @abstractmethod
     async def update(self, part: Mapping[str, Any]) -> None:
-        """Read one part; returns when it was copied."""
+        """Read one part of the weights; return when it is copied."""
 
     @abstractmethod
     async def finish_update(self) -> None:

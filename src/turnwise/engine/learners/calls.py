@@ -110,7 +110,7 @@ class ShardFilesCall:
     number: int
     directory: Path
     round: int
-    """Counts such calls: the learners meet anew each time."""
+    """The number of such calls so far. The learners meet under another number each time."""
     is_saved: bool
     with_optimizer: bool
 

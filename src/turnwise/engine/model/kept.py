@@ -146,7 +146,7 @@ class KeptRoom:
     most_part_tokens: int = 2048
 
     def choose(self, one: PassSizes, num_tokens: int, *, can_split: bool) -> KeptChoice:
-        """For a pass of `num_tokens`. Only one sequence without branches can be split."""
+        """Choose what a pass of `num_tokens` keeps. Only a sequence without branches can be split."""
         most, asked = self.most_bytes, self.activations
         if asked == "keep" or (asked == "auto" and (most is None or num_tokens * one.kept <= most)):
             return KeptChoice(keeps_all=True)

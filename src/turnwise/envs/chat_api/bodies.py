@@ -14,7 +14,7 @@ from turnwise.errors import DataError
 
 T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list that is read up to its first wrong item: a million mistakes are told no better than one."""
+"""A list that is read up to its first wrong item, so that a million mistakes make one message."""
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 

@@ -388,7 +388,7 @@ class DeskGame:
         return not problem and bool(calls or said)
 
     def outcome(self, seat: int) -> SeatOutcome:
-        """Both want the requests to be settled; a customer must have told what it was asked for, and nothing else."""
+        """Both seats succeed if the requests are settled. The customer must also have told only what it was asked."""
         data, wanted = self.desk.data, self._wanted
         own = {request.order for request in self._case.requests}
         rights = [_footprint(data, number) == _footprint(wanted, number) for number in own]

@@ -65,7 +65,7 @@ def make_corpus_questions(documents: Sequence[Document], kind: QuestionKind) -> 
 
 
 def _titled(documents: Sequence[Document]) -> dict[str, _Passage]:
-    """The passages by title. A title that stands for several passages is left out, because it leads to no one."""
+    """The passages by title. A title of several passages is left out, because it names none of them."""
     read = [passage for document in documents if (passage := _read(document.contents)) is not None]
     counts = Counter(passage.title for passage in read)
     return {passage.title: passage for passage in read if counts[passage.title] == 1}

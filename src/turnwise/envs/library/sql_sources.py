@@ -66,7 +66,7 @@ class SqlTask:
     """A task, ready to be played."""
 
     databases: Sequence[Queryable]
-    """The policy queries the first. A submission is judged on all."""
+    """The policy queries the first database. A submission is judged on all of them."""
     prompt: str
     gold: str
 

@@ -73,7 +73,7 @@ class Capture:
     owner: str
     settings: CaptureBody
     started_s: float
-    """In seconds since 1970, like `used_s`: a restart has other clocks."""
+    """In seconds since 1970, like `used_s`: other clocks begin anew after a restart."""
     used_s: float
     store: CaptureStore
     turns: list[CapturedTurn] = field(default_factory=list[CapturedTurn])
