@@ -155,11 +155,10 @@ class SglangDialect(ServerDialect):
         body = {"lora_name": weights.adapter_name, "lora_path": str(weights.adapter)}
         try:
             said = await self._server.post("/load_lora_adapter", body, deadline_s=LOAD_S)
+            self._check_success(said, f"load {weights.adapter_name}")
         except ServerRefusedError as error:
-            if "already" in str(error):
-                return
-            raise
-        self._check_success(said, f"load {weights.adapter_name}")
+            if "already" not in str(error):
+                raise
 
     async def unload(self, weights: ServedWeights) -> None:
         with contextlib.suppress(ServerRefusedError):  # it does not have it
@@ -295,8 +294,6 @@ class SglangDialect(ServerDialect):
         if answer.get("success") is True:
             return
         why = answer.get("error_message") or answer.get("message") or str(said)[:200]
-        if "already" in str(why):
-            return
         raise ServerRefusedError(f"{self.url} could not {what}: {why}", 200)
 
 

@@ -187,8 +187,8 @@ async def test_weights_are_read_from_a_directory_while_requests_are_paused(tmp_p
             assert (await dialect.facts()).model.endswith("turnwise-0-v7-0"), "a server that has them at first"
             recorded.info |= {"model_path": "/runs/a/served/turnwise-0-v8-1"}
             assert (await dialect.facts()).model.endswith("v7-0"), "it names itself after what it read, and is the same"
-            recorded.update = recorded.update | {"success": False, "message": "no such file"}
-            with pytest.raises(ServerRefusedError, match="could not update the weights to version 8: no such file"):
+            recorded.update = recorded.update | {"success": False, "message": "weights are already being read"}
+            with pytest.raises(ServerRefusedError, match="weights to version 8: weights are already being read"):
                 await dialect.replace_weights(files, 8)
             assert recorded.called[-1][0] == "continue_generation", "the server goes on with what it has"
 
