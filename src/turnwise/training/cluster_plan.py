@@ -12,8 +12,9 @@ from turnwise.training.memory import Memory
 from turnwise.training.plan import Plan, attempts_per_task
 from turnwise.training.setup import Setup
 
-DATUM_BYTES = 48
-"""Bytes of one token of a datum that is sent to a learner: six columns of eight bytes."""
+DATUM_BYTES = 58
+"""Bytes of one token of a checked datum that is sent to a learner: two columns of ids of eight bytes, two masks of one,
+and ten columns of four at most."""
 START_STATES = 3
 """A learner that starts takes over the weights and two moments."""
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from command_line import run_here
@@ -13,6 +15,7 @@ from turnwise.engine.budget import GIB, format_bytes, split_memory
 from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.engine.device_info import DeviceInfo
 from turnwise.engine.samplers.launcher import SamplerLauncher
+from turnwise.engine.training.columns import DatumColumns
 from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError
 from turnwise.judges.judge import Judge
@@ -21,7 +24,7 @@ from turnwise.judges.rubric import Rubric
 from turnwise.judges.world import JudgedWorld
 from turnwise.models.experts import ExpertSpec
 from turnwise.models.facts import read_facts
-from turnwise.training.cluster_plan import cluster_lines, estimate_traffic, make_card
+from turnwise.training.cluster_plan import DATUM_BYTES, cluster_lines, estimate_traffic, make_card
 from turnwise.training.memory import check_sharded
 from turnwise.training.setup import Setup, read_config, set_up_new
 from turnwise.training.trainer_engine import TRAINER_CACHE_GIB, trainer_engine
@@ -43,6 +46,17 @@ def test_the_traffic_of_gradients_is_that_of_a_ring_over_what_is_trained() -> No
     critic = _setup("cluster.learners=2", "method=ppo", "train.substeps=2")
     sent = [estimate_traffic(one, one.make_plan()).gradients for one in (adapter, critic)]
     assert sent[1] > 2 * sent[0], "two optimizer steps, and the critic's gradient too"
+
+
+def test_a_datum_that_is_sent_to_a_learner_is_not_larger_than_planned() -> None:
+    names = [
+        field.name for field in fields(DatumColumns) if field.name not in ("input_ids", "target_ids", "target_start")
+    ]
+    masks = ("mask", "sequence_ratio_mask")
+    columns = {name: np.ones(1000, bool if name in masks else np.float32) for name in names if name != "old_share"}
+    ids = np.ones(1000, np.int64)
+    sent = pickle.dumps(DatumColumns(input_ids=ids, target_ids=ids.copy(), target_start=0, **columns))
+    assert 0.9 < len(sent) / (1000 * DATUM_BYTES) < 1.05, "all columns that a datum may have, and their names"
 
 
 @pytest.mark.usefixtures("tiny_dir")
