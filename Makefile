@@ -25,6 +25,8 @@ QUICK := $(if $(filter guess_number_tiny,$(PRESET)),warmup.steps=250 train.steps
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
+# Images of containers switch bytecode off; here hundreds of processes would compile what they import, each for itself.
+export PYTHONDONTWRITEBYTECODE :=
 CONSTRAINED := -c $(VENV)/constraints.txt -e '.[dev]'
 
 .PHONY: help setup sandbox browser train test check quick quick-worlds quick-engine quick-others format docs bench campaign clean

@@ -86,6 +86,8 @@ class SglangStub:
         self._thread: threading.Thread | None = None
         self._clients: dict[str | None, SamplingClient] = {}
         self._versions = ["default"]
+        self._read_from = ""
+        """The directory of the newest whole weights; SGLang calls itself by it."""
         self._read: dict[str | None, list[tuple[int, ...]]] = {}
         self._is_paused = False
         self.is_asleep = False
@@ -103,7 +105,8 @@ class SglangStub:
         self.adapters.clear()
         self._clients.clear()
         self._read.clear()
-        self.is_asleep = False
+        self._versions, self._read_from = ["default"], ""
+        self.is_asleep = self._is_paused = False
         config = uvicorn.Config(self._app(), port=self._port, log_level="critical", lifespan="off")
         self._server = uvicorn.Server(config)
         socket = config.bind_socket()
@@ -164,7 +167,8 @@ class SglangStub:
 
     async def _model_info(self, _: Request) -> Response:
         self.num_asked += 1
-        said = {"model_path": self.name, "served_model_name": self.name, "is_generation": True}
+        name = self._read_from or self.name
+        said = {"model_path": name, "served_model_name": name, "is_generation": True}
         more = {} if self.vocab_size is None else {"vocab_size": self.vocab_size}
         return JSONResponse({**said, "weight_version": self._versions[-1], **more})
 
@@ -242,8 +246,15 @@ class SglangStub:
 
     async def _update(self, request: Request) -> Response:
         body = await request.json()
+        assert self._is_paused, "replies under way would be of half-read weights"
+        if not (Path(body["model_path"]) / "model.safetensors").is_file():
+            return JSONResponse({"success": False, "message": f"no weights in {body['model_path']}"}, 400)
+        await _wait_while(lambda waited_s: waited_s < self.load_s)
         self._clients[None] = await self.service.create_sampling_client_async(base_model=body["model_path"])
         self._versions.append(body["weight_version"])
+        self._read_from = body["model_path"]
+        if body["flush_cache"]:
+            self._read.pop(None, None)
         said = f"Succeeded to update model weights. Weight version updated to {body['weight_version']}."
         return JSONResponse({"success": True, "message": said, "num_paused_requests": 0})
 

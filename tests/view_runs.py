@@ -127,6 +127,8 @@ def _metrics(step: int, seed: int) -> dict[str, float]:
         "time/env_share": 0.1,
         "time/training_share": 0.3,
         "pool/staleness_mean": 0.5,
+        "drift/abs_mean": 1e-6 * step,
+        "drift/abs_max": 1e-5 * step,
         "train/grad_norm": 1.0,
     }
 

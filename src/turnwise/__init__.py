@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from turnwise.envs.base import user as user
     from turnwise.envs.tools import tool as tool
     from turnwise.methods.base import Method as Method
-    from turnwise.rounds.wheel import flywheel as flywheel
+    from turnwise.rounds.flywheel import flywheel as flywheel
     from turnwise.single_turn import RLAdapter as RLAdapter
     from turnwise.single_turn import RLConfig as RLConfig
     from turnwise.single_turn import run_grpo as run_grpo
@@ -51,7 +51,7 @@ _HOMES = {
     "turnwise.envs.base": ("Env", "EnvStep", "Task", "World", "assistant", "system", "user"),
     "turnwise.envs.tools": ("tool",),
     "turnwise.methods.base": ("Method",),
-    "turnwise.rounds.wheel": ("flywheel",),
+    "turnwise.rounds.flywheel": ("flywheel",),
     "turnwise.single_turn": ("RLAdapter", "RLConfig", "run_grpo"),
     "turnwise.training.run": ("Run", "start", "train"),
     "turnwise.trajectory": ("Message", "Trajectory"),

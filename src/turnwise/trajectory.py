@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from turnwise.errors import DataError, Party
 
 Role = Literal["system", "user", "assistant", "tool"]
 
-REWARD_PARTS = ("outcome", "format", "shaping", "penalty", "judge")
+RewardPart = Literal["outcome", "format", "shaping", "penalty", "judge"]
+REWARD_PARTS: tuple[RewardPart, ...] = get_args(RewardPart)
 """The channels that a reward can have; the reward is their sum."""
 WORLD_LABEL = "world"
 """The label of an attempt that names its world, in a run that has several."""
@@ -84,7 +85,7 @@ RESTART = "restart"
 
 
 def restarted(messages: Sequence[Message]) -> list[Message]:
-    """The messages as a new beginning: the next prompt shows nothing from before them."""
+    """The messages start the dialogue anew: the next prompt shows nothing before them."""
     return [replace(messages[0], name=RESTART), *messages[1:]]
 
 
@@ -198,7 +199,7 @@ class Trajectory:
     end_reason: EndReason
     failure: Failure | None = None
     is_success: bool | None = None
-    """The env's verdict on the whole attempt; None if it gave none."""
+    """The env's verdict on the whole attempt; None if it gave none, or if the attempt failed."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     duration_s: float = 0.0
     branch: Branch | None = None
@@ -225,6 +226,11 @@ class Trajectory:
     def is_cut(self) -> bool:
         """A reply of it reached its token limit before a stop."""
         return any(turn.is_cut for turn in self.turns)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation: the first messages, then each reply with the env's answer to it."""
+        return [*self.start, *(message for turn in self.turns for message in (turn.reply, *turn.observation))]
 
     @property
     def is_judged(self) -> bool:

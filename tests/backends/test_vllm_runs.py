@@ -20,7 +20,9 @@ from pathlib import Path
 import pytest
 
 import turnwise as tw
+from skyrl_guide import BASIC_MULTI_TURN
 from turnwise.cli import main
+from turnwise.config.files import config_from_yaml
 from turnwise.runlog.reader import RunReader
 from turnwise.training.policy import find_policy
 from vllm_server import RANK, Served, check_whole, make_model, num_steps_done, pids_of
@@ -44,32 +46,25 @@ DISK_BYTES, LEFT_BYTES = 64 * 2**20, 64 * 2**10
 DEADLINE_S = 10
 """What a server gets for a reply of a few tokens, where it hangs."""
 ECHO = f"{Path(__file__).parents[1] / 'e2e' / 'echo_world.py'}:EchoWorld"
-SEED_YAML = """\
-generator:
-  backend: vllm
-  use_conversation_multi_turn: true
-  max_turns: 5                        # Maximum turns per episode
-
-  sampling_params:
-    max_generate_length: 1024
-    temperature: 1.0
-"""
-"""The first YAML of the seed, with vLLM for SGLang."""
 
 
 def train(model: Path, directory: Path, *options: str) -> int:
     return main(["train", ECHO, f"model={model}", *SMALL, "rollout.backend=vllm", f"run.dir={directory}", *options])
 
 
-def test_the_seeds_yaml_trains_on_a_server_that_is_there(vllm: Served, tmp_path: Path) -> None:
+def test_the_guides_yaml_trains_on_a_server_that_is_there(vllm: Served, tmp_path: Path) -> None:
     file = tmp_path / "multi_turn.yaml"
-    file.write_text(SEED_YAML, encoding="utf-8")
+    assert "backend: sglang\n" in BASIC_MULTI_TURN
+    file.write_text(BASIC_MULTI_TURN.replace("backend: sglang\n", "backend: vllm\n"), encoding="utf-8")
     directory = tmp_path / "run"
     small = [one for one in SMALL if not one.startswith(("rollout.max_turns", "train.steps", "rollout.group_size"))]
     alias = (f"model={vllm.model}", f"generator.url={vllm.url}", "train.steps=2", "rollout.group_size=4")
     before = loaded_adapters(vllm)
     assert main(["train", str(file), f"env={ECHO}", *alias, *small, f"run.dir={directory}"]) == 0
     check_whole(directory, 2)
+    with RunReader(directory) as run:
+        rollout = config_from_yaml(run.config_yaml, str(directory)).rollout
+    assert (rollout.backend, rollout.max_turns, rollout.max_tokens_per_turn) == ("vllm", 5, 1024), "as it says"
     assert not list((directory / "served").glob("*")), "what nobody uses any more is deleted"
     assert loaded_adapters(vllm) == before, "and unloaded"
 
@@ -182,6 +177,22 @@ def test_a_compared_run_is_measured_and_talks_on_a_server_and_so_does_its_export
             theirs = policy.sampler.compute_logprobs(prompt).result()[1:]
         assert theirs == pytest.approx(ours, abs=1e-3)
         assert theirs != pytest.approx(untrained, abs=1e-2), "the adapter is there"
+
+
+def test_the_bench_measures_a_server_that_runs_beside_our_engine_and_leaves_it_as_it_was(
+    vllm: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = loaded_adapters(vllm)
+    sizes = ("--prompts=4", "--prompt-tokens=16", "--new-tokens=8", "--dialogues=0", "--repeats=1", f"--rank={RANK}")
+    server = ("--backend=vllm", f"--server-url={vllm.url}", "--weights=adapter")
+    assert main(["bench", "sample", f"--model={vllm.model}", "--dtype=float32", *sizes, *server, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for side in ("local", "vllm"):
+        assert found[f"{side}_drift_tokens"] == 8 * 8
+        assert found[f"{side}_drift_abs_max"] < 1e-3, "both sample from the trainer's adapter"
+        assert 0 < found[f"{side}_publish_ms"] < found[f"{side}_publish_to_token_ms"]
+        assert found[f"{side}_tokens_per_s"] > 0
+    assert loaded_adapters(vllm) == before
 
 
 @contextmanager

@@ -11,9 +11,12 @@ for six rounds. A figure has moved if the interval leaves out 1 and the median i
 so many figures one moves by chance, so commands with such figures are measured once more; what has moved in the same
 direction both times is a finding. Numbers that are equal in all runs, or not above 0, have no ratio.
 
-The machine should have nothing else to do: the report has the highest load at the start of a command. It is JSON on
-stdout, and the exit status is 1 if there is a finding or a command that failed. A bench that one side does not have is
-left out and named.
+The machine should have nothing else to do: the report has the highest load at the start of a command. If other programs
+run too, only `cpu_s` says something: the CPU-seconds of a whole command and of the processes that it started. Run it
+with OMP_NUM_THREADS=1 then, so that no thread spins while it waits for another.
+
+The report is JSON on stdout. The exit status is 1 if there is a finding or a command that failed. A bench that one side
+does not have is left out and named.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -34,6 +38,8 @@ ROOT = Path(__file__).parents[2]
 RUN_S = 3600.0
 """How long one command may take; a slower one has failed."""
 SHOWN_CHARACTERS = 500
+CPU = "cpu_s"
+"""The figure that the campaign itself adds to those of a bench."""
 MODEL = "--model smollm2 --device cpu --repeats 1"  # the rounds repeat
 ALONE = f"{MODEL} --peer none"  # the peer is the same on both sides
 COMMANDS = {
@@ -147,6 +153,7 @@ def run_bench(bench: str, options: str, folder: Path) -> Figures:
     """Run a bench with the package of one side."""
     command = [sys.executable, "-m", "turnwise.cli", "bench", bench, "--json", *options.split()]
     environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+    before_s = cpu_seconds_of_children()
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False
@@ -159,7 +166,13 @@ def run_bench(bench: str, options: str, folder: Path) -> Figures:
         found: Any = json.loads(done.stdout)
     except ValueError as cause:
         raise BenchFailedError(f"ended with {done.returncode}: {done.stderr[-SHOWN_CHARACTERS:]}") from cause
-    return dict(numbers_in(found))
+    return {**dict(numbers_in(found)), CPU: cpu_seconds_of_children() - before_s}
+
+
+def cpu_seconds_of_children() -> float:
+    """User and system time of every process that this one has started and that has ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def run_rounds(bench: str, options: str, folders: Mapping[Name, Path], report: CommitsReport) -> dict[str, Ratio]:

@@ -60,6 +60,13 @@ REPEATED_BLOCKS = {
     "tests/contract/sdk/mint_checks.py ~ tests/contract/sdk/tinker_checks.py": OF_AN_SDK,
 }
 
+MIN_EQUAL_STATEMENTS = 2
+SHOWS_ITS_PLAY = "a world's file shows all of its play"
+EQUAL_FUNCTIONS = {
+    "bench/step.py:cpu_seconds ~ bench/trl_step.py:cpu_seconds": "a program that runs in TRL's own environment",
+    "envs/library/": SHOWS_ITS_PLAY,
+}
+
 SPLATS: dict[str, str] = {}
 
 DEVICE_CHECKS = {
@@ -73,8 +80,13 @@ FILES_OF_OTHERS = {
     "envs/library/swe_patch.py dir/file.py": "a file of the repository that is mended",
 }
 
-RIDDLES = ("Of ", "That ", "Where ", "Whose ", "On whose ", "At which ", "In which ", "For which ", "To which ")
+RIDDLES = (
+    *("Of ", "That ", "As ", "Is ", "Where ", "Whose ", "On whose "),
+    *("At which ", "In which ", "For which ", "To which "),
+)
 """Words with which no docstring begins."""
+BLANK = re.compile(r"\bso (?:many|much|few|often)\b(?! that)")
+"""Stands in a sentence for a number that the reader has to find: "after so many steps"."""
 
 ENDS_A_PROCESS = "os._exit is Python's name"
 PRIVATE_NAMES_IN_TESTS = {
@@ -187,6 +199,35 @@ def test_a_block_of_six_lines_stands_once() -> None:
     check(repeated, REPEATED_BLOCKS, f"blocks of {MIN_BLOCK_LINES} equal lines that stand in two places")
 
 
+def body_with_plain_names(function: Function) -> tuple[str, int]:
+    """The body without its docstring, with arguments and local variables numbered, and the number of its statements."""
+    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    stored = [node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    own = dict.fromkeys([*(one.arg for one in arguments), *(node.id for node in stored)])
+    numbered = {name: f"v{number}" for number, name in enumerate(own)}
+    body = [node for node in function.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    copied = ast.parse("\n".join(ast.unparse(node) for node in body))
+    for node in ast.walk(copied):
+        if isinstance(node, ast.Name):
+            node.id = numbered.get(node.id, node.id)
+    return ast.unparse(copied), len(body)
+
+
+def test_a_function_stands_once() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, function in functions():
+        body, num_statements = body_with_plain_names(function)
+        if num_statements >= MIN_EQUAL_STATEMENTS:
+            places[body].append(f"{name}:{function.name}")
+    equal = {
+        f"{one} ~ {other}": body.splitlines()[0]
+        for body, found in places.items()
+        for one, other in itertools.combinations(found, 2)
+        if one.partition(":")[0] != other.partition(":")[0]
+    }
+    check(equal, EQUAL_FUNCTIONS, "functions of several statements that are equal but for the names of their variables")
+
+
 def imported_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
     """What a module imports when it is loaded; imports for annotations and inside functions do not count."""
     for node in statements:
@@ -276,9 +317,9 @@ def test_a_docstring_says_what_it_describes() -> None:
         for name, module in modules().items()
         for node in ast.walk(module)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        if node.value.value.startswith(RIDDLES)
+        if node.value.value.startswith(RIDDLES) or BLANK.search(node.value.value)
     }
-    check(riddles, {}, f"docstrings that begin with {', '.join(RIDDLES)}")
+    check(riddles, {}, f"docstrings that begin with {', '.join(RIDDLES)}, or leave a number out ({BLANK.pattern})")
 
 
 def test_a_file_or_a_module_that_the_code_names_is_there() -> None:

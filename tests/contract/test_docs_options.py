@@ -29,6 +29,8 @@ COMMAND = re.compile(
 )
 NOT_OPTIONS = {"run.db", "train.jsonl", *(f"run.{name}" for name in dir(Run))}
 """Files, and what a run is asked in Python: `run.metrics`."""
+MODULE = re.compile(r"[a-z]+\.py")
+"""A file of code that has a section's name: `critic.py`."""
 PRINTED = re.compile(r"^\s*(?:\$ )?turnwise ((?!train |compare )[a-z](?:.*\\\n)*.*)$", re.MULTILINE)
 """Any other command, on a line of its own."""
 MENTIONED = re.compile(r"`turnwise ((?!train|compare)[a-z-]+(?: [a-z][a-z-]*)?)[ `]")
@@ -42,7 +44,9 @@ def _named_options(text: str) -> set[str]:
     return {
         name
         for name in found
-        if not name.startswith(("env.options.", "method.loss_options.")) and name not in NOT_OPTIONS
+        if not name.startswith(("env.options.", "method.loss_options."))
+        and name not in NOT_OPTIONS
+        and not MODULE.fullmatch(name)
     }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import http.server
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -155,7 +156,7 @@ async def test_only_files_of_the_folder_can_be_sent(tmp_path: Path) -> None:
     page = await PageSession.open(app, PageOptions(deadline_s=6.0, uploads=folder, every_id=True))
     try:
         await page.observe()
-        for name in ("../secret.txt", str(tmp_path / "secret.txt"), "link.txt"):
+        for name in ("../secret.txt", str(tmp_path / "secret.txt"), "link.txt", "a\0b", "a" * 400, "inside/" * 60):
             assert "there is no file" in await page.act(ScreenAction(kind="type", element=1, text=name))
         assert "mine.txt" in (await page.act(ScreenAction(kind="type", element=1, text="mine.txt")))
     finally:
@@ -210,6 +211,44 @@ async def test_nothing_leaves_the_site(neighbour: tuple[int, list[str]]) -> None
     assert asked == []
 
 
+async def test_scripts_reach_no_socket_and_no_file_of_this_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+        udp.bind(("127.0.0.1", 0))
+        there, heard = (f"127.0.0.1:{one.getsockname()[1]}" for one in (tcp, udp))
+        call = (
+            f"const servers = [{{urls: 'stun:{heard}'}}, {{urls: 'turn:{heard}', username: 'a', credential: 'b'}},"
+            f" {{urls: 'turn:{there}?transport=tcp', username: 'a', credential: 'b'}}];"
+            "const call = new RTCPeerConnection({iceServers: servers});"
+            "call.createDataChannel('x'); call.createOffer().then((offer) => call.setLocalDescription(offer));"
+            "call.onicegatheringstatechange = () => { document.title = call.iceGatheringState; }"
+        )
+        ways = [
+            f"new WebSocket('ws://{there}')",
+            f"new EventSource('http://{there}')",
+            f"navigator.sendBeacon('http://{there}', 'x')",
+            f"new Worker(URL.createObjectURL(new Blob([`fetch('http://{there}'); new WebSocket('ws://{there}')`])))",
+            call,
+            "fetch('file:///etc/passwd').then((r) => r.text()).then((t) => document.body.append(t))",
+        ]
+        hints = "".join(f"<link rel={kind} href='http://{there}'>" for kind in ("preconnect", "prefetch", "preload"))
+        tries = "".join(f"<script>try {{ {way} }} catch (error) {{}}</script>" for way in ways)
+        body = f"<a href='file:///etc/passwd'>Go</a>{hints}<iframe src='http://{there}'></iframe>{tries}"
+        page = await PageSession.open(OnePage(body), PageOptions(deadline_s=60.0))
+        try:
+            while await page.evaluate("() => document.title") != "complete":  # the call has looked for ways out
+                await asyncio.sleep(0.05)
+            assert "root:" not in await page.observe()
+            assert "root:" not in await page.act(CLICK)
+        finally:
+            await page.close()
+        for one in (tcp, udp):
+            one.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            tcp.accept()
+        with pytest.raises(BlockingIOError):
+            udp.recv(100)
+
+
 async def test_a_page_reaches_no_other_attempt_even_if_it_knows_its_host() -> None:
     victim = OnePage("<p>mine</p>")
     page = await PageSession.open(victim, QUICK)
@@ -258,3 +297,21 @@ async def test_nothing_of_an_attempt_is_left_for_the_next_one() -> None:
         assert "no page to go back to" in await page.act(ScreenAction(kind="back"))
     finally:
         await page.close()
+
+
+async def test_a_window_that_opens_while_its_page_is_given_back_does_not_stay_for_the_next_attempt() -> None:
+    page = await PageSession.open(OnePage("<form id=f target=_blank action='/new'></form>"), QUICK)
+    seat = page._seat
+    assert seat is not None
+    seat.context.remove_listener("page", page._on_popup)  # as `close` does at its beginning
+    await page.evaluate("() => f.submit()")
+    while len(seat.context.pages) < 2:
+        await asyncio.sleep(0.01)
+    await page.close()
+    following = await PageSession.open(OnePage("<p>yours</p>"), QUICK)
+    try:
+        assert following._seat is not None
+        assert len(following._seat.context.pages) == 1  # a window could lead the page away that opened it
+        assert "yours" in await following.observe()
+    finally:
+        await following.close()

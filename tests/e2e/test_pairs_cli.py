@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from turnwise.cli import main
+from turnwise.config.files import config_from_yaml
 from turnwise.runlog.reader import RunReader
-from turnwise.training.pairs import read_pairs
+from turnwise.training.pairs import read_pairs, read_provenance
 
 WORLD = f"{Path(__file__).with_name('echo_world.py')}:EchoWorld"
 SMALL = ("model=tiny", "eval.tasks=2", "eval.every=0", "run.dialogues=0", "train.tasks_per_step=2")
@@ -30,6 +31,12 @@ def test_pairs_are_played_and_learned_from(kind: str, tmp_path: Path, capsys: py
     said = capsys.readouterr().out
     assert f"{kind} pairs from" in said
     stored = read_pairs(file)
+    made = read_provenance(file)
+    assert made is not None
+    assert f"{made.num_attempts} attempts and {made.num_sampled_tokens:,} sampled tokens" in said
+    assert (made.policies, made.samples) == (("tiny",), 8 if kind == "dpo" else 2)
+    assert made.turn == ("" if kind == "dpo" else "uniform")
+    assert config_from_yaml(made.config, "the file").env.name == WORLD
     assert all(len(one.rest) == (6 if kind == "dpo" else 0) for one in stored), "the other dialogues of a task are kept"
     assert turnwise(*play, "--tasks", "64", "--tokens", "1") == 0
     num_attempts, num_tokens = _told(capsys)
@@ -98,6 +105,10 @@ def test_pairs_come_from_stored_runs_too(tmp_path: Path, capsys: pytest.CaptureF
     for method in ("dpo", "grpo"):
         assert turnwise("pairs", runs[method], "--stored", "--out", file) == 0
         assert {(one.kind, one.run) for one in read_pairs(Path(file))} == {("dpo", runs[method])}
+        made = read_provenance(Path(file))
+        assert made is not None
+        assert (made.policies, made.is_stored) == ((runs[method],), True)
+        assert config_from_yaml(made.config, "the file").method.name == method
     assert turnwise("pairs", runs["la_grpo"], "--stored", "--kind", "refuel", "--out", file) == 0
     for one in read_pairs(Path(file)):
         assert one.pair.chosen.branch is not None

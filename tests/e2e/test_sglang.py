@@ -14,6 +14,7 @@ from sglang_stub import SglangStub, sglang_stubs
 from skyrl_guide import BASIC_MULTI_TURN
 from turnwise.cli import main
 from turnwise.runlog.reader import RunReader
+from turnwise.trajectory import EndReason
 
 pytestmark = pytest.mark.model
 
@@ -170,6 +171,73 @@ def test_servers_on_the_trainers_device_give_their_memory_back_while_it_learns(
     never = ("train.steps=2", "rollout.server_deadline_s=2", "rollout.server_wait_s=2", f"run.dir={tmp_path / 'never'}")
     assert train(tmp_path, stubs, *small, *never) != 0
     assert "did not wake up" in "".join(capsys.readouterr())
+
+
+def test_a_version_is_published_once_also_when_it_was_evaluated(tmp_path: Path, stubs: list[SglangStub]) -> None:
+    short = ("rollout.group_size=6", "rollout.max_tokens_per_turn=8", "train.steps=2", "eval.tasks=2", "eval.every=1")
+    assert train(tmp_path, stubs[:1], *short) == 0
+    names = {body["lora_path"] for body in stubs[0].bodies if "lora_path" in body}
+    assert sorted(name.split("-")[2] for name in names) == ["v0", "v1", "v2"]
+
+
+WEIGHTS = ("model.train=full", "rollout.publish=weights", "train.learning_rate=1e-3", "rollout.group_size=6")
+
+
+def test_all_weights_reach_every_server_and_one_that_dies_and_comes_back(
+    tmp_path: Path, stubs: list[SglangStub]
+) -> None:
+    killed, steady = servers = stubs[:2]
+    run = tmp_path / "run"
+
+    def kill_one() -> None:
+        wait_until(lambda: (run / "run.db").exists() and bool(metric(run, "fleet/servers_ready")))
+        killed.kill()
+        wait_until(lambda: metric(run, "fleet/servers_ready")[-1] == 1)
+        killed.start()
+
+    killer = threading.Thread(target=kill_one, daemon=True)
+    killer.start()
+    guide, needed = files(tmp_path, servers)
+    needed += [*WEIGHTS, "train.steps=10000", "rollout.max_tokens_per_turn=8"]
+    running = tw.start(guide, overrides=needed, observer=tw.Observer())
+    wait_until(lambda: sum(metric(run, "fleet/servers_returned")) >= 1)
+    wait_until(lambda: metric(run, "fleet/servers_ready")[-1] == 2)
+    before = killed.num_answered
+    wait_until(lambda: killed.num_answered > before + 12)
+    running.stop()
+    assert running.wait().state == "stopped"
+    killer.join()
+    assert not killed.adapters
+    assert not steady.adapters
+    with RunReader(run) as reader:
+        assert reader.certificates()
+        assert all(row.is_exact for row in reader.certificates()), "every reply is of the weights that it names"
+        attempts = [reader.attempt(row.id) for row in reader.attempts(phase="train")]
+    drawn = {(one.row.step, version) for one in attempts for turn in one.trajectory.turns for version in turn.versions}
+    assert {step - version for step, version in drawn} == {1}, "a step learns from the version before it"
+
+
+def test_whole_weights_are_replaced_under_replies_and_every_token_keeps_its_version(
+    tmp_path: Path, stubs: list[SglangStub]
+) -> None:
+    for stub in stubs[:1]:
+        stub.chunk = 2
+    ahead = ("train.max_staleness=2", "train.steps=4", "rollout.max_tokens_per_turn=40")
+    for choice in ("recompute", "end"):
+        run = tmp_path / choice
+        options = (*WEIGHTS, *ahead, f"rollout.kv_across_updates={choice}", f"run.dir={run}")
+        assert train(tmp_path, stubs[:1], *options) == 0
+        with RunReader(run) as reader:
+            assert reader.certificates()
+            assert all(row.is_exact for row in reader.certificates())
+            attempts = [reader.attempt(row.id).trajectory for row in reader.attempts(phase="train")]
+        mixed = [turn for one in attempts for turn in one.turns if len(set(turn.versions)) > 1]
+        if choice == "end":
+            assert not mixed, "replies are finished by the weights that began them"
+            assert any(one.end_reason is EndReason.UPDATED for one in attempts)
+        else:
+            assert mixed, "an update fell into a reply"
+            assert all(list(turn.versions) == sorted(turn.versions) for turn in mixed)
 
 
 def wait_until(is_so: object) -> None:

@@ -81,8 +81,8 @@ def test_low_rank_parts_inside_the_products_are_those_beside_them(
     batch = pack([np.array(random_ids(50, 0)), np.array(random_ids(20, 1))], [0, 1])
     ids, positions = (torch.from_numpy(part).to(where) for part in (batch.input_ids, batch.position_ids))
     found: list[list[torch.Tensor]] = []
-    for few in (0, 384):
-        monkeypatch.setattr("turnwise.engine.ops.cpu_products.MAX_FEW_ROWS", few)
+    for fewest in (0, 384):
+        monkeypatch.setattr("turnwise.engine.ops.cpu_products.MIN_ROWS_ALONG", fewest)
         hidden = engine.model.hidden(ids, positions, batch.plan, Route(spans=[Span(0, 70, adapter)]))
         hidden.backward(torch.linspace(-1, 1, hidden.numel(), device=where).view_as(hidden))
         found.append([hidden.detach(), adapter.grad.clone()])

@@ -21,8 +21,10 @@ from processes import processes_below
 from turnwise.engine.config import ClusterConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.learners import collective, places, replicated
-from turnwise.engine.learners.calls import MeetCall
+from turnwise.engine.learners.calls import LearnerCall, MeetCall
+from turnwise.engine.learners.group import LearnerGroup
 from turnwise.engine.learners.replicated import ReplicatedEngine
+from turnwise.engine.training import columns
 from turnwise.engine.training.trainable import Trainable
 from turnwise.errors import ConfigError, DataError, LearnerError, LearnerLostError
 from turnwise.types import Datum, ModelInput
@@ -146,6 +148,32 @@ def test_bad_data_is_refused_and_the_learners_go_on(engines: tuple[Engine, Repli
     with pytest.raises(DataError, match="gradient norm is nan"):
         two.optim_step(trainable, STEP)
     assert train(two, trainable, "grpo", 1)[0]["grad_norm"] > 0
+
+
+def test_the_first_learner_checks_every_datum_once_before_any_learner_begins(
+    engines: tuple[Engine, ReplicatedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, two = engines
+    trainable = create(two, "lora")
+    checked: list[Datum] = []
+    begun: list[int] = []
+    check, call = columns.datum_to_columns, LearnerGroup.call
+
+    def count_check(datum: Datum, **given: Any) -> columns.DatumColumns:
+        checked.append(datum)
+        return check(datum, **given)
+
+    def count_call(group: LearnerGroup, rank: int, message: LearnerCall) -> None:
+        begun.append(len(checked))
+        call(group, rank, message)
+
+    monkeypatch.setattr(columns, "datum_to_columns", count_check)
+    monkeypatch.setattr(LearnerGroup, "call", count_call)
+    run(two.forward_backward(trainable, TREES, "importance_sampling", None))
+    run(two.forward(trainable, TREES, "importance_sampling", None))
+    assert [id(datum) for datum in checked] == [id(datum) for datum in [*TREES, *TREES]]
+    assert begun == [len(TREES), 2 * len(TREES)]
+    two.drop_adapter(trainable)
 
 
 class AbsentPeer:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from turnwise import __version__
 from turnwise.bench.cli import BENCHES
-from turnwise.cli import main
+from turnwise.cli import build_parser, main
+from turnwise.engine.config import ClusterConfig, EngineConfig
+from turnwise.engine.training.combine import FullMethod
 from turnwise.errors import TurnwiseError
 from turnwise.models import store as model_store
+from turnwise.retriever.dense import VectorKind
+from turnwise.retriever.index import IndexKind
+from turnwise.rollout.sources import PlayBranches
+from turnwise.rounds.tables import POOLS
+from turnwise.service.access import KeyStyle
+from turnwise.training.merge import MergeMethod
+from turnwise.training.pairs import PairKind
 
 
 def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,6 +38,33 @@ def test_the_help_of_bench_names_every_benchmark(capsys: pytest.CaptureFixture[s
     assert main(["bench"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert [name for name in BENCHES if f" {name} (" not in out] == []
+
+
+def offered(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The choices of an option, as the refusal of another value names them."""
+    with pytest.raises(SystemExit, match="2"):
+        build_parser().parse_args([*words.split(), "?"])
+    return sorted(re.findall(r"\w+", capsys.readouterr().err.partition("choose from")[2].partition(")")[0]))
+
+
+def test_the_choices_of_the_command_line_are_those_of_the_code_behind_it(capsys: pytest.CaptureFixture[str]) -> None:
+    # Parsers import nothing heavy, so they write down again what the types of the code say.
+    assert get_args(FullMethod) == get_args(MergeMethod)
+    behind: dict[str, tuple[Any, ...]] = {
+        "cluster simulate --placement": get_args(ClusterConfig.model_fields["placement"].annotation),
+        "keys create --style": get_args(KeyStyle),
+        "merge --method": get_args(MergeMethod),
+        "pairs --kind": get_args(PairKind),
+        "pairs --turn": get_args(get_type_hints(PlayBranches)["turn"]),
+        "pools --pool": POOLS,
+        "retriever index --index": get_args(IndexKind),
+        "retriever index --vectors": get_args(VectorKind),
+        "retriever serve --index": get_args(IndexKind),
+        "retriever serve --vectors": get_args(VectorKind),
+        "serve --dtype": get_args(EngineConfig.model_fields["dtype"].annotation),
+    }
+    for words, known in behind.items():
+        assert offered(words, capsys) == sorted(known), words
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

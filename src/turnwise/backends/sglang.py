@@ -8,37 +8,40 @@ Stops. A reply ends with its stop, as everywhere in turnwise. SGLang always stop
 is given stop ids. Where that id is not among the stops that were asked for, the reply is continued by another request.
 
 Seeds. SGLang reads the seed of a request only where it was started with --enable-deterministic-inference.
+
+Whole weights. SGLang reads them from a directory while its requests are retracted: their keys and values are dropped,
+so is its prefix cache, and they are read again by the new weights. Every token says which weights drew it, by the name
+that the update gave them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from turnwise.backends import BackendSetup
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.http import JsonServer, ServerGoneError, ServerRefusedError
 from turnwise.backends.servers.launch import ServerCommand
-from turnwise.backends.servers.publisher import ServerPublisher
-from turnwise.backends.servers.python import check_own_server, server_python, size_arguments
+from turnwise.backends.servers.publisher import PREFIX, ServerPublisher
+from turnwise.backends.servers.python import check_own_server, given_value, server_python, size_arguments
 from turnwise.backends.servers.served_files import read_rank
+from turnwise.backends.servers.sglang_replies import ReplyInParts, to_body
+from turnwise.backends.servers.turnstile import Turnstile
 from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.config import RolloutConfig
-from turnwise.types import SampledSequence, SampleRequest, SampleResponse, SamplingParams, StopReason
+from turnwise.types import SampleRequest, SampleResponse, SamplingParams
 
-CHECK_S, LOAD_S, UPDATE_S, GENERATE_S = 10.0, 120.0, 600.0, 3600.0
-"""Deadlines of one call, in seconds. The fleet ends a reply that takes too long, so its own deadline is a last resort.
-"""
+CHECK_S, LOAD_S, UPDATE_S, GENERATE_S = 10.0, 120.0, 3600.0, 3600.0
+"""Deadlines of one call, in seconds. The fleet has shorter ones for a reply and for whole weights."""
 MAX_PARTS = 32
 """Requests that one reply may take, where the server ends it before its stop."""
-FILL_CONTEXT = 2**30
 MODULE, ENTRY = "sglang", "sglang.launch_server"
 SIZES = {
     "gpu_memory_utilization": "--mem-fraction-static",
@@ -58,11 +61,6 @@ MAX_LOADED = 16
 RAW_VARIABLE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 RAW_TOLERANCE = 1e-4
 """Logprobs that differ by less than this are the same."""
-PauseMode = Literal["abort", "retract", "in_place"]
-PAUSE_MODES: Mapping[str, PauseMode] = {"recompute": "retract", "keep": "in_place", "end": "abort"}
-"""What a request under way does while the server's weights change, by `rollout.kv_across_updates`: its keys and values
-are computed again with the new weights, or stay as they are, or the reply is cut off and drawn on by another request.
-"""
 
 
 class SglangDialect(ServerDialect):
@@ -73,23 +71,31 @@ class SglangDialect(ServerDialect):
         url: str,
         *,
         temperature: float = 1.0,
-        kv_across_updates: str = "recompute",
+        replaces_weights: bool = False,
+        finishes_replies: bool = False,
         sleeps: bool = False,
         key: str = "",
     ) -> None:
         """Args:
         temperature: What the run samples at; the server is asked whether it returns logprobs at that temperature.
+        replaces_weights: Whole weights are published, not adapters.
+        finishes_replies: Replies under way are finished before weights are replaced, not read again by the new ones.
         sleeps: It gives memory back while the trainer learns; a server that cannot is refused.
         key: The server's API key, if it has one.
         """
         super().__init__(url)
         self._server = JsonServer(url, key=key)
         self._temperature = temperature
-        self._pause_mode = PAUSE_MODES[kv_across_updates]
+        self._replaces_weights = replaces_weights
+        self._finishes_replies = finishes_replies
         self._sleeps = sleeps
         self._aborts: set[asyncio.Task[None]] = set()
-        self._known: set[str] = set()
-        """SGLang's names of the weights that it had when it was let in, and of those that came from here."""
+        self._turnstile = Turnstile()
+        self._model = ""
+        self._own = f"turnwise-{uuid.uuid4().hex[:10]}"
+        """Begins the names of the weights that come from here: a server outlives runs, and several may share one."""
+        self._versions: dict[str, int | None] = {}
+        """The version of weights, by SGLang's names for them; None for those that it had when it was let in."""
 
     async def facts(self) -> ServerFacts:
         said = await self._server.get("/model_info", deadline_s=CHECK_S)
@@ -98,7 +104,7 @@ class SglangDialect(ServerDialect):
         facts = cast("dict[str, Any]", said)
         if facts.get("is_generation") is False:
             raise ConfigError(f"the SGLang server at {self.url} serves {facts['model_path']}, which does not generate")
-        self._known = {str(facts["weight_version"])} if "weight_version" in facts else set()
+        self._note_weights(str(facts.get("weight_version", "")))
         await self._check_temperature()
         info = await self._info()
         if self._sleeps and not info.get("enable_memory_saver"):
@@ -107,7 +113,7 @@ class SglangDialect(ServerDialect):
                 "--enable-memory-saver, or use rollout.placement=separate"
             )
         return ServerFacts(
-            model=str(facts.get("served_model_name") or facts["model_path"]),
+            model=self._name_model(str(facts.get("served_model_name") or facts["model_path"])),
             context_length=_whole(info.get("context_length")) or _whole(info.get("max_req_input_len")),
             vocabulary=_whole(facts.get("vocab_size")),
         )
@@ -119,7 +125,17 @@ class SglangDialect(ServerDialect):
             return False
         return True
 
+    def _name_model(self, said: str) -> str:
+        """The model's name. SGLang calls itself by the last directory that it read weights from."""
+        if not (self._replaces_weights and self._model and Path(said).name.startswith(PREFIX)):
+            self._model = said
+        return self._model
+
     async def generate(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
+        async with self._turnstile.beside_others():
+            return await self._generate(request, weights)
+
+    async def _generate(self, request: SampleRequest, weights: ServedWeights) -> SampleResponse:
         tasks = [asyncio.create_task(self._draw(_nth(request, index), weights)) for index in range(request.num_samples)]
         try:
             replies = await asyncio.gather(*tasks)
@@ -154,16 +170,18 @@ class SglangDialect(ServerDialect):
         directories = {file.parent for file in files}
         if len(directories) != 1:
             raise ServiceError(f"SGLang reads the weights of one directory; {len(directories)} came")
-        body = {
-            "model_path": str(directories.pop()),
-            "weight_version": str(version),
-            "flush_cache": self._pause_mode != "in_place",  # what requests under way keep cannot be flushed
-        }
-        await self._server.post("/pause_generation", {"mode": self._pause_mode}, deadline_s=CHECK_S)
+        async with self._turnstile.alone() if self._finishes_replies else contextlib.nullcontext():
+            await self._read_weights(directories.pop(), version)
+
+    async def _read_weights(self, directory: Path, version: int) -> None:
+        name = f"{self._own}-{version}"
+        body = {"model_path": str(directory), "weight_version": name, "flush_cache": True}
+        await self._server.post("/pause_generation", {"mode": "retract"}, deadline_s=CHECK_S)
         try:
             said = await self._server.post("/update_weights_from_disk", body, deadline_s=UPDATE_S)
             self._check_success(said, f"update the weights to version {version}")
-            self._known.add(str(version))
+            own = {known: number for known, number in self._versions.items() if number is not None}
+            self._versions = {**own, name: version}
         finally:
             await self._server.post("/continue_generation", {}, deadline_s=CHECK_S)
 
@@ -179,19 +197,19 @@ class SglangDialect(ServerDialect):
             task.cancel()
         await self._server.close()
 
-    async def _draw(self, request: SampleRequest, weights: ServedWeights) -> _Reply:
+    async def _draw(self, request: SampleRequest, weights: ServedWeights) -> ReplyInParts:
         """One reply, in as many requests as the server makes of it."""
-        reply = _Reply()
+        reply = ReplyInParts()
         for _ in range(MAX_PARTS):
             part = await self._ask(request, weights, reply)
-            is_over = reply.add(part, request, self.url)
+            is_over = reply.add(part, request, self._find_versions, self.url)
             if is_over:
                 return reply
         raise ServerGoneError(f"{self.url} ended one reply {MAX_PARTS} times before its stop")
 
-    async def _ask(self, request: SampleRequest, weights: ServedWeights, so_far: _Reply) -> dict[str, Any]:
+    async def _ask(self, request: SampleRequest, weights: ServedWeights, so_far: ReplyInParts) -> dict[str, Any]:
         name = f"turnwise-{uuid.uuid4().hex}"
-        body = _to_body(request, so_far, name) | (
+        body = to_body(request, so_far, name) | (
             {} if weights.adapter_name is None else {"lora_path": weights.adapter_name}
         )
         try:
@@ -205,18 +223,39 @@ class SglangDialect(ServerDialect):
             raise
         if not isinstance(said, dict) or not isinstance(said.get("meta_info"), dict):
             raise ServerGoneError(f"{self.url}/generate returned no meta_info: {str(said)[:200]!r}")
-        answer = cast("dict[str, Any]", said)
-        self._check_weights(answer["meta_info"].get("weight_versions") or ())
-        return answer
+        return cast("dict[str, Any]", said)
 
-    def _check_weights(self, spans: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse what weights drew that somebody else brought: adapters were trained on others."""
-        others = [str(span.get("version")) for span in spans if str(span.get("version")) not in self._known]
-        if self._known and others:
+    def _note_weights(self, name: str) -> None:
+        """Note the weights that the server has when it is let in. Adapters belong to the first ones for ever."""
+        if not name:
+            self._versions = {}
+        elif self._replaces_weights or not self._versions:
+            self._versions = {name: None}
+        elif name not in self._versions:
+            raise ConfigError(
+                f"the server at {self.url} has other weights than when it was let in ({name}): somebody replaced them. "
+                "Start it again with the run's model"
+            )
+
+    def _find_versions(self, spans: Sequence[Mapping[str, Any]], num_tokens: int) -> list[int]:
+        """The version of each token; none where adapters are published. Refuse what weights of somebody else drew."""
+        names = [str(span["version"]) for span in spans]
+        others = [name for name in names if name not in self._versions]
+        if self._versions and others:
             raise ServerGoneError(
                 f"the server at {self.url} has other weights than when it was let in ({others[0]}): somebody replaced "
                 "them. Give each run that replaces weights servers of its own"
             )
+        if all(number is None for number in self._versions.values()):
+            return []
+        counts = [int(span["end"]) - int(span["start"]) for span in spans]
+        if sum(counts) != num_tokens:
+            raise ServerGoneError(
+                f"the server at {self.url} drew {num_tokens} tokens and says of {sum(counts)} which weights drew them; "
+                "with rollout.publish=weights it has to say so of all"
+            )
+        drawn = [self._versions[name] for name, count in zip(names, counts, strict=True) for _ in range(count)]
+        return [version for version in drawn if version is not None]
 
     def _abort(self, name: str) -> None:
         """End a request on the server, without waiting for it."""
@@ -262,16 +301,23 @@ class SglangDialect(ServerDialect):
 
 
 class SglangPublisher(ServerPublisher):
-    """Publishes each version as an adapter of its own to SGLang servers."""
+    """Publishes to SGLang servers: each version as an adapter of its own, or as whole weights."""
+
+    takes_full_weights = True
 
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
         self._rank = setup.lora_rank
+        self.dtype = given_value(setup.rollout.server_args, "--dtype")
 
     @classmethod
     def check_options(cls, rollout: RolloutConfig) -> None:
-        if rollout.publish != "adapter":
-            raise ConfigError(f"rollout.backend=sglang publishes adapters only; leave out publish={rollout.publish}")
+        if rollout.publish == "weights" and rollout.kv_across_updates == "keep":
+            raise ConfigError(
+                "rollout.kv_across_updates=keep with rollout.publish=weights: SGLang would keep prefixes that older "
+                "weights left in its cache, and read them for new attempts too; use recompute or end, or "
+                "rollout.publish=adapter"
+            )
         check_own_server(rollout, MODULE, own=OWN_ARGUMENTS)
 
     @classmethod
@@ -286,7 +332,8 @@ class SglangPublisher(ServerPublisher):
         return SglangDialect(
             url,
             temperature=rollout.temperature,
-            kv_across_updates=rollout.kv_across_updates,
+            replaces_weights=rollout.publish == "weights",
+            finishes_replies=rollout.kv_across_updates == "end",
             sleeps=rollout.placement == "colocated",
             key=self.server_key,
         )
@@ -296,7 +343,7 @@ class SglangPublisher(ServerPublisher):
         return ServerCommand(name="SGLang", arguments=self._arguments, environment=environment)
 
     async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
-        if adapter is not None:
+        if adapter is not None and self.setup.rollout.publish == "adapter":
             self._rank = max(self._rank, read_rank(adapter))
         return await super().deliver_files(adapter, version)
 
@@ -306,131 +353,23 @@ class SglangPublisher(ServerPublisher):
         setup, rollout = self.setup, self.setup.rollout
         device, dtype = choose_device(setup.engine)
         named = {
-            "--model-path": str(setup.model_directory.resolve()),
+            "--model-path": str(self.start_directory.resolve()),
             "--host": "127.0.0.1",
             "--port": str(port),
             "--device": device.type,
             "--dtype": str(dtype).removeprefix("torch."),
             "--context-length": str(rollout.max_trajectory_tokens + 1),
-            "--max-lora-rank": str(max(1, self._rank)),
-            "--lora-target-modules": "all",
-            "--max-loaded-loras": str(MAX_LOADED),
         }
+        switches = ["--enable-memory-saver"] if rollout.placement == "colocated" else []
+        if rollout.publish == "adapter":
+            named |= {"--max-lora-rank": str(max(1, self._rank)), "--lora-target-modules": "all"}
+            named["--max-loaded-loras"] = str(MAX_LOADED)
+            switches.append("--enable-lora")
         command = [server_python(rollout), "-m", ENTRY, *(part for pair in named.items() for part in pair)]
-        command += ["--enable-memory-saver"] if rollout.placement == "colocated" else []
-        return [*command, "--enable-lora", *size_arguments(rollout, SIZES), *rollout.server_args]
+        return [*command, *switches, *size_arguments(rollout, SIZES), *rollout.server_args]
 
 
 _OWN = ServedWeights(version=0)
-
-
-@dataclass(slots=True)
-class _Reply:
-    """A reply while it is drawn."""
-
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    stop_reason: StopReason = "length"
-    versions: list[int] = field(default_factory=list[int])
-    """The version that drew each token, where the run replaces the server's own weights; else empty."""
-    num_cached: int = 0
-    prompt_logprobs: list[float | None] | None = None
-    topk_prompt_logprobs: list[Sequence[tuple[int, float]] | None] | None = None
-
-    def to_sequence(self) -> SampledSequence:
-        versions = self.versions if len(set(self.versions)) > 1 else None
-        return SampledSequence(self.stop_reason, self.tokens, self.logprobs, versions)
-
-    def add(self, said: dict[str, Any], request: SampleRequest, url: str) -> bool:
-        """Add what one request brought. Returns whether the reply is complete."""
-        meta: dict[str, Any] = said["meta_info"]
-        is_first = not self.tokens
-        try:
-            drawn = [(int(entry[1]), float(entry[0])) for entry in meta.get("output_token_logprobs") or ()]
-            finish: dict[str, Any] = meta["finish_reason"]
-            kind = str(finish["type"])
-            versions = _token_versions(meta.get("weight_versions") or (), len(drawn))
-            if is_first:
-                self._add_prompt(meta, request)
-        except (KeyError, IndexError, TypeError, ValueError) as cause:
-            raise ServerGoneError(f"{url}/generate returned what is no answer of it: {str(said)[:300]}") from cause
-        _check_ids(said, [token for token, _ in drawn], url)
-        self.tokens += [token for token, _ in drawn]
-        self.logprobs += [logprob for _, logprob in drawn]
-        self.versions += versions
-        if kind == "abort":
-            if finish.get("status_code") is not None or not drawn:
-                raise ServerGoneError(f"{url} ended the request: {finish.get('message') or 'no reason was given'}")
-            return False  # somebody paused the server; the rest is drawn by another request
-        if kind not in ("stop", "length"):
-            raise ServerGoneError(f"{url} ended a reply with {kind!r}; expected stop or length")
-        if kind == "length":
-            return True
-        if isinstance(finish.get("matched"), int) and not _is_asked_for(int(finish["matched"]), request):
-            return len(self.tokens) >= (request.sampling_params.max_tokens or math.inf)
-        self.stop_reason = "stop"
-        return True
-
-    def _add_prompt(self, meta: dict[str, Any], request: SampleRequest) -> None:
-        self.num_cached = int(meta.get("cached_tokens") or 0)
-        if request.include_prompt_logprobs:
-            values = [entry[0] for entry in meta["input_token_logprobs"]]
-            self.prompt_logprobs = [None if value is None else float(value) for value in values]
-        if request.topk_prompt_logprobs:
-            self.topk_prompt_logprobs = [
-                None if entry is None else [(int(one[1]), float(one[0])) for one in entry]
-                for entry in meta["input_top_logprobs"]
-            ]
-
-
-def _to_body(request: SampleRequest, so_far: _Reply, name: str) -> dict[str, Any]:
-    """The body of `/generate`, which goes on where the reply so far ends."""
-    params = request.sampling_params
-    stop_ids = sorted(params.stop_ids(()))
-    asked: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k if params.top_k > 0 else -1,
-        "min_p": params.min_p,
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-        # SGLang reads stop ids only where it does not ignore the end of sequence.
-        "ignore_eos": params.stop is not None and not stop_ids,
-    }
-    # Without a number SGLang draws 128 tokens; it lowers one that is too large to what the context holds.
-    asked["max_new_tokens"] = (params.max_tokens or FILL_CONTEXT) - len(so_far.tokens)
-    if params.seed is not None:
-        asked["sampling_seed"] = (params.seed + len(so_far.tokens)) % 2**31
-    if stop_ids:
-        asked["stop_token_ids"] = stop_ids
-    if params.stop_strings():
-        asked["stop"] = params.stop_strings()
-    body: dict[str, Any] = {
-        "rid": name,
-        "input_ids": [*map(int, request.prompt), *so_far.tokens],
-        "sampling_params": asked,
-        "return_logprob": True,
-    }
-    if not so_far.tokens and (request.include_prompt_logprobs or request.topk_prompt_logprobs):
-        body["logprob_start_len"] = 0
-        body["top_logprobs_num"] = request.topk_prompt_logprobs
-    return body
-
-
-def _token_versions(spans: Sequence[Mapping[str, Any]], num_tokens: int) -> list[int]:
-    """The version of each token. Empty where the server's own weights are not the run's: it names them itself then."""
-    if not all(str(span["version"]).isdigit() for span in spans):
-        return []
-    found = [int(span["version"]) for span in spans for _ in range(int(span["start"]), int(span["end"]))]
-    if spans and len(found) != num_tokens:
-        raise ValueError(f"weight_versions name {len(found)} tokens of {num_tokens}")
-    return found
-
-
-def _is_asked_for(stop_id: int, request: SampleRequest) -> bool:
-    """Whether the caller's stops name this id; without any, the model's end of sequence is meant."""
-    named = request.sampling_params.stop_ids(())
-    return stop_id in named or (request.sampling_params.stop is None and not named)
 
 
 def _nth(request: SampleRequest, index: int) -> SampleRequest:
@@ -444,13 +383,6 @@ def _nth(request: SampleRequest, index: int) -> SampleRequest:
         include_prompt_logprobs=request.include_prompt_logprobs and index == 0,
         topk_prompt_logprobs=request.topk_prompt_logprobs if index == 0 else 0,
     )
-
-
-def _check_ids(said: dict[str, Any], drawn: list[int], url: str) -> None:
-    """The ids with logprobs must be the ids that were drawn; the list of plain ids may lack the stop at its end."""
-    plain = said.get("output_ids")
-    if isinstance(plain, list) and drawn[: len(cast("list[int]", plain))] != plain:
-        raise ServerGoneError(f"{url}/generate returned ids {str(cast(object, plain))[:120]} and logprobs of others")
 
 
 def _whole(value: object) -> int | None:

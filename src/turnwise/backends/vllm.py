@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from turnwise.backends.servers.blank_adapter import write_blank
 from turnwise.backends.servers.dialect import ServerDialect
 from turnwise.backends.servers.launch import ServerCommand
 from turnwise.backends.servers.publisher import ServerPublisher
-from turnwise.backends.servers.python import check_own_server, server_python, size_arguments
+from turnwise.backends.servers.python import check_own_server, given_value, server_python, size_arguments
 from turnwise.backends.servers.served_files import read_rank
 from turnwise.backends.servers.vllm_calls import VllmHttp
 from turnwise.backends.servers.vllm_dialect import VllmDialect, VllmUse
@@ -184,16 +182,6 @@ class VllmPublisher(ServerPublisher):
         from turnwise.engine.engine import choose_device
 
         return str(choose_device(self.setup.engine)[1]).removeprefix("torch.")
-
-
-def given_value(arguments: Sequence[str], name: str) -> str | None:
-    """The value of an argument that the user gave the server, as `--name value` or `--name=value`."""
-    for given, following in zip_longest(arguments, arguments[1:]):
-        if given == name:
-            return following
-        if given.startswith(f"{name}="):
-            return given.partition("=")[2]
-    return None
 
 
 def end_ids(model_directory: Path) -> tuple[int, ...]:

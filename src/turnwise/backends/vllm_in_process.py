@@ -27,7 +27,7 @@ from turnwise.backends.servers.dialect import ServerDialect
 from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
 from turnwise.backends.servers.launch import MAX_STARTS, QUIET_S
 from turnwise.backends.servers.python import check_arguments, check_module, size_arguments
-from turnwise.backends.servers.vllm_calls import ASK_S, GENERATE_S, LOAD_S, VllmCalls, VllmModel
+from turnwise.backends.servers.vllm_calls import ASK_S, GENERATE_S, LOAD_S, UPDATE_S, VllmCalls, VllmModel
 from turnwise.backends.servers.vllm_dialect import VllmDialect
 from turnwise.backends.vllm import MODULE, OWN_ARGUMENTS, SIZES, VllmPublisher
 from turnwise.errors import ConfigError, ServiceError
@@ -211,11 +211,11 @@ class VllmEngineCalls(VllmCalls):
                 await engine.remove_lora(adapter.lora_int_id)
 
     async def pause(self, mode: str) -> None:
-        async with self._asked("pause", LOAD_S) as engine:
+        async with self._asked("pause", UPDATE_S) as engine:
             await engine.pause_generation(mode=mode)
 
     async def reload(self, directory: Path) -> None:
-        async with self._asked("reload the weights", LOAD_S) as engine:
+        async with self._asked("reload the weights", UPDATE_S) as engine:
             await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
 
     async def init_transfer(self, settings: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How much of what comes can a critic know in a world, and how many updates does it need to know it?
+"""How much of the return can a critic predict in a world, and how many updates does it need for that?
 
     python -m turnwise.bench.critic_fit runs/a --attempts 900 --rates 1e-3 3e-3 --steps 120
 

@@ -22,6 +22,19 @@ def finish(work: Generator[None, None, T]) -> T:
             return done.value
 
 
+def submit(
+    engine: Engine, request: SampleRequest, policy: Policy, replies: dict[int, SampleResponse], index: int
+) -> None:
+    """Begin a request; the sampler's steps put its reply into `replies[index]`, or raise its error."""
+
+    def keep(reply: SampleResponse | BaseException) -> None:
+        if isinstance(reply, BaseException):
+            raise reply
+        replies[index] = reply
+
+    engine.sampler.submit(request, policy, on_done=keep)
+
+
 def sample_sequences(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -34,16 +47,10 @@ def sample_sequences(
 
     They run together, and none stops early.
     """
-    replies: dict[int, Sequence[SampledSequence]] = {}
+    replies: dict[int, SampleResponse] = {}
     params = SamplingParams(max_tokens=new_tokens, stop=[])
     for index, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
-
-        def keep(reply: SampleResponse | BaseException, index: int = index) -> None:
-            if isinstance(reply, BaseException):
-                raise reply
-            replies[index] = reply.sequences
-
-        engine.sampler.submit(SampleRequest(prompt, params, num_samples), policy, on_done=keep)
+        submit(engine, SampleRequest(prompt, params, num_samples), policy, replies, index)
     while engine.sampler.has_work:
         engine.sampler.step()
-    return list(itertools.chain.from_iterable(replies[index] for index in range(len(prompts))))
+    return list(itertools.chain.from_iterable(replies[index].sequences for index in range(len(prompts))))

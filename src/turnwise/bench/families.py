@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.bench.drive import finish
+from turnwise.bench.drive import finish, submit
 from turnwise.bench.family_page import Differences, FamilyRow, replace_tables
 from turnwise.bench.family_samples import VOCAB, FamilySample, family_samples, write_model
 from turnwise.bench.report import machine
@@ -244,13 +244,7 @@ class _Pair:
         replies: dict[int, SampleResponse] = {}
         params = SamplingParams(max_tokens=max_tokens, stop=[], seed=1, temperature=1.0)
         for index, ids in enumerate(self.sequences):
-
-            def keep(reply: SampleResponse | BaseException, index: int = index) -> None:
-                if isinstance(reply, BaseException):
-                    raise reply
-                replies[index] = reply
-
-            self.engine.sampler.submit(SampleRequest(ids, params, 1, scores), self.engine.base_policy, on_done=keep)
+            submit(self.engine, SampleRequest(ids, params, 1, scores), self.engine.base_policy, replies, index)
         while self.engine.sampler.has_work:
             self.engine.sampler.step()
         return [replies[index] for index in range(len(self.sequences))]
@@ -270,7 +264,7 @@ def draw_ids(count: int, seed: int) -> Ids:
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """What the angles of a sequence depend on."""
+    """How the angles of a rotation follow from the length of a sequence."""
 
     switch: int | None = None
     """LongRoPE: a token behind this many is predicted with other angles."""

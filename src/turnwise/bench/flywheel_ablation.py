@@ -7,7 +7,7 @@ Every arm may take the same number of optimizer steps per round, plays as many t
 same warm-up of its seed, and is measured on the same held-out tasks. A stage whose pool is empty is skipped, so the
 table has the steps that were taken. RL plays attempts of its own; their tokens are in the table too, because an arm
 without RL samples fewer. Without a verdict nobody knows what is solved, so the level stays too: the arm to compare it
-with is `no routing, no dial`. With `--tokens` an arm goes on, round after round, until it has sampled so many, and the
+with is `no routing, no dial`. With `--tokens` an arm goes on, round after round, until it has sampled them, and the
 table has its success at that number, on the line between two evaluations. The same command goes on with what was
 interrupted.
 """
@@ -28,9 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.bench.pooled import run_jobs
-from turnwise.rounds.wheel import Flywheel, flywheel
+from turnwise.bench.study_jobs import run_jobs
+from turnwise.rounds.flywheel import Flywheel, flywheel
 from turnwise.runlog.reader import RunReader, is_run
+from turnwise.training.progress import num_drawn_tokens
 
 ARMS: dict[str, list[str]] = {
     "whole": [],
@@ -49,7 +50,7 @@ MAX_ROUNDS = 40
 
 
 def run_one(job: tuple[str, str, int, Path, tuple[str, ...]], tokens: int = 0) -> dict[str, Any]:
-    """One arm with one seed, in a process of its own; with `tokens`, until so many are sampled."""
+    """One arm with one seed, in a process of its own; with `tokens`, until that number is sampled."""
     preset, arm, seed, out, overrides = job
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     place = out / f"{arm.replace(' ', '_')}-{seed}"
@@ -73,19 +74,20 @@ def sampled_tokens(wheel: Flywheel, place: Path) -> list[int]:
     found: list[int] = []
     for row in wheel.evaluations:
         before = found[-1] if found else 0
-        found.append(before + played.get(row["round"], 0) + _rl_tokens(place / "rounds" / f"{row['round']:02d}" / "rl"))
+        found.append(before + played.get(row["round"], 0) + rl_tokens(place / "rounds" / f"{row['round']:02d}" / "rl"))
     return found
 
 
-def _rl_tokens(directory: Path) -> int:
+def rl_tokens(directory: Path) -> int:
+    """Tokens that an RL stage sampled, those of failed tries and of a critic's pre-training included."""
     if not is_run(directory):
         return 0
     with RunReader(directory) as run:
-        return sum(row.num_sampled_tokens for row in run.attempts(phase="train"))
+        return num_drawn_tokens(run, max((step for step, _ in run.metric("rollout/tokens_drawn")), default=0))
 
 
 def success_at(result: dict[str, Any], tokens: int) -> float:
-    """After so many sampled tokens; 0: at the end."""
+    """Number of sampled tokens at which to evaluate; 0: at the end."""
     return float(np.interp(tokens, result["sampled"], result["success"])) if tokens else result["success"][-1]
 
 
@@ -123,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="flywheels at once, each with one thread")
     parser.add_argument("--out", type=Path, default=Path("runs/flywheel-ablation"))
     parser.add_argument("--tokens", type=int, default=0, help="sampled tokens of every arm; 0: rounds of the preset")
-    parser.add_argument("--limit-s", type=float, default=24 * 3600, help="end after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=24 * 3600, help="seconds after which to end")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args(argv)
     jobs = [

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.bench.pooled import run_jobs
+from turnwise.bench.study_jobs import run_jobs
 from turnwise.compare.results import Result, area_under, summarize
 from turnwise.models.tiny import write_tiny
 from turnwise.runlog.reader import RunReader, is_run
@@ -430,7 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one thread each")
     parser.add_argument("--out", type=Path, default=Path("runs/long_study"))
-    parser.add_argument("--limit-s", type=float, default=24 * 3600, help="end after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=24 * 3600, help="seconds after which to end")
     parser.add_argument("--horizon-s", type=float, default=0, help="of these, seconds for attempts of other lengths")
     parser.add_argument("--horizon-arms", nargs="*", default=[], help="arms that play them; default: all")
     parser.add_argument("--horizon-tasks", type=int, default=48, help="held-out tasks of each length")

@@ -1,4 +1,4 @@
-"""What an attempt holds while it is played, by its length, with and without a memory: prompt, KV blocks, RSS.
+"""What an attempt needs while it is played (prompt, KV blocks, RSS), by its length, with and without a memory.
 
     python -m turnwise.bench.memory_use --cells 24 60 100 200
 
@@ -22,7 +22,6 @@ from typing import Any
 
 from turnwise.bench.long_study import write_longer_tiny
 from turnwise.client.base import SamplingClient
-from turnwise.client.engines import load_tokenizer
 from turnwise.client.futures import ApiFuture, completed
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
@@ -31,6 +30,7 @@ from turnwise.errors import NotSupportedError
 from turnwise.memory.config import NO_MEMORY, MemoryConfig
 from turnwise.memory.renderer import MemoryRenderer
 from turnwise.memory.world import MemoryWorld
+from turnwise.models.tokenizer import load_tokenizer
 from turnwise.renderers import get_renderer
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.play import Attempt, play
@@ -83,7 +83,7 @@ class CountingSampler(SamplingClient):
 
 
 def measure_use(memory: str, cells: int, attempts: int) -> Use:
-    """Play forms of so many cells."""
+    """Play forms with `cells` cells."""
     options = MEMORIES[memory]
     with tempfile.TemporaryDirectory() as place:
         directory = write_longer_tiny(Path(place) / "tiny", POSITIONS)

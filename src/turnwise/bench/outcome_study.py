@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from turnwise.bench.pooled import run_jobs
+from turnwise.bench.study_jobs import run_jobs
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.orm import OrmConfig, train_outcome_model
 from turnwise.training.run import Run, train
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="seeds at the same time, one thread each")
     parser.add_argument("--steps", type=int, default=30, help="steps of every run")
     parser.add_argument("--out", type=Path, default=Path("runs/outcome_study"))
-    parser.add_argument("--limit-s", type=float, default=24 * 3600, help="end after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=24 * 3600, help="seconds after which to end")
     parser.add_argument("--set", nargs="*", default=[], metavar="OPTION", help="more options of every run")
     options = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

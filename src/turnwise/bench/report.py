@@ -30,7 +30,7 @@ class Timing:
 
     seconds: list[float]
     cpu_seconds: Sequence[float] = ()
-    """User and system time of this process: what other programs on the machine take counts for nobody."""
+    """User and system time of this process. Time that other programs on the machine take is not in it."""
 
     @property
     def median(self) -> float:

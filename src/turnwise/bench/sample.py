@@ -43,6 +43,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--server-python", default="", help="the Python that runs the server (rollout.server_python)")
     parser.add_argument(
+        "--server-url",
+        action="append",
+        default=[],
+        help="a server that runs already (rollout.url), in place of one that is started; may be repeated",
+    )
+    parser.add_argument(
         "--server-arg", action="append", default=[], help="one more argument for the backend's server; may be repeated"
     )
 
@@ -85,7 +91,7 @@ def _beside_backend(args: argparse.Namespace) -> dict[str, Any]:
     from turnwise.bench.backend import run_backend
 
     theirs = run_backend(args)
-    local = {"backend": "local", "server_arg": [], "server_python": ""}
+    local = {"backend": "local", "server_arg": [], "server_python": "", "server_url": []}
     ours = run_backend(argparse.Namespace(**{**vars(args), **local}))
     result: dict[str, Any] = {"bench": "sample", "model": args.model, "machine": ours.pop("machine")}
     result |= {"dtype": ours.pop("dtype"), "rank": args.rank, "backend": args.backend, "weights": args.weights}

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from turnwise.bench.pooled import run_jobs
+from turnwise.bench.study_jobs import run_jobs
 from turnwise.compare.results import Result, paired_difference
 from turnwise.config.files import load_config
 from turnwise.runlog.reader import is_run
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one thread each")
     parser.add_argument("--tasks", type=int, default=96, help="held-out tasks of each world")
     parser.add_argument("--out", type=Path, default=Path("runs/specialists"))
-    parser.add_argument("--limit-s", type=float, default=24 * 3600, help="end after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=24 * 3600, help="seconds after which to end")
     parser.add_argument("--set", nargs="*", default=[], metavar="OPTION", help="more options of every run")
     parser.add_argument("--member", nargs="*", default=[], metavar="NAME.OPTION", help="more options of one world")
     options = parser.parse_args(argv)

@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.bench.drive import finish
+from turnwise.bench.drive import finish, submit
 from turnwise.bench.report import machine, make_engine, model_directory
-from turnwise.client.engines import load_tokenizer
 from turnwise.credit.datums import dialogue_to_datums
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.lora import Policy
 from turnwise.engine.training.trainable import LoraAdapter
 from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError
+from turnwise.models.tokenizer import load_tokenizer
 from turnwise.renderers import get_renderer
 from turnwise.renderers.dialogue import dialogue_to_turns
 from turnwise.types import AdamParams, Datum, LoraConfig, SampleRequest, SampleResponse, SamplingParams
@@ -148,16 +148,10 @@ def _play(engine: Engine, policy: Policy, load: _Load, args: argparse.Namespace,
     engine.sampler.drop_cache()
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     for index, prompt in enumerate(asked):
-
-        def keep(reply: SampleResponse | BaseException, index: int = index) -> None:
-            if isinstance(reply, BaseException):
-                raise reply
-            replies[index] = reply
-
         params = SamplingParams(
             max_tokens=args.reply, seed=first_seed + index, temperature=args.temperature, stop=load.stop
         )
-        engine.sampler.submit(SampleRequest(prompt, params), policy, on_done=keep)
+        submit(engine, SampleRequest(prompt, params), policy, replies, index)
     num_steps = 0
     while engine.sampler.has_work:
         engine.sampler.step()

@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import random
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from typing import Any
 from turnwise.config.files import load_config
 from turnwise.envs.base import Task, World, assistant
 from turnwise.envs.registry import get_world, world_names, world_options
+from turnwise.envs.sandbox.members import descendants
 from turnwise.envs.scripted import ScriptedPlayer
 from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError
@@ -43,7 +45,9 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 """Rows beside the worlds with their default options."""
 PRESETS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    *((name, ()) for name in ("browser_shop", "browser_miniwob", "phone_tiny", "customer_service", "repository")),
+    ("browser_shop", ()),
+    ("browser_shop", ("level=1",)),
+    *((name, ()) for name in ("browser_miniwob", "phone_tiny", "customer_service", "repository")),
     *(("workspace_tiny", (f"interface={interface}",)) for interface in ("shell", "screen", "both")),
     *((name, ()) for name in ("code", "negotiate", "search", "swe", "study_tool", "twenty_questions")),
     ("gsm8k_multi_turn", ("max_steps=2",)),
@@ -69,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """What attempts of one player came to."""
+    """The results of one player's attempts."""
 
     successes: float
     """Share of all attempts."""
@@ -77,6 +81,8 @@ class Played:
     """Mean of an attempt."""
     step_ms: float
     """Time in the env for one reply, the attempt's start and end included; mean."""
+    cpu_ms: float
+    """CPU time for one reply, of this process, its sandboxes and browsers; mean. Other programs hardly change it."""
     per_minute: float
     """Attempts, `at_once` at the same time."""
 
@@ -111,7 +117,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         lines[label] = table_row(label, measured, trained.get(label, {}))
     result["seconds"] = round(time.perf_counter() - begun)
     if args.markdown is not None:
-        told = write_rows(args.markdown, {label: line for label, line in lines.items() if label in _played(result)})
+        played = {label: line for label, line in lines.items() if label in _played(result)}
+        told = write_rows(args.markdown, played, trained)
         left = [label for label in lines if label not in _played(result)]
         print(f"{told}; not played here: {', '.join(left) or 'none'}", file=sys.stderr)
     return {**result, "table": [*TABLE_HEAD, *lines.values()]}
@@ -131,17 +138,28 @@ def _played(result: dict[str, Any]) -> list[str]:
     return [label for label, value in result.items() if isinstance(value, dict)]
 
 
-def write_rows(page: Path, rows: dict[str, str]) -> str:
-    """Replace rows of the page's table by label, and add those that are new. Return what was done."""
+def write_rows(page: Path, rows: dict[str, str], trained: dict[str, dict[str, str]]) -> str:
+    """Replace rows of the page's table by label, and add those that are new. Return what was done.
+
+    The rows that stay get what `trained` says today, too.
+    """
     lines = page.read_text(encoding="utf-8").splitlines()
     if TABLE_HEAD[0] not in lines:
         raise ConfigError(f"--markdown {page}: the page has no table of worlds; expected the line {TABLE_HEAD[0]}")
     begin = lines.index(TABLE_HEAD[0]) + len(TABLE_HEAD)
     end = next((number for number in range(begin, len(lines)) if not lines[number].startswith("|")), len(lines))
     old = {line.split("`")[1]: line for line in lines[begin:end]}
+    old = {label: _with_trained(line, trained.get(label, {})) for label, line in old.items()}
     lines[begin:end] = {**old, **rows}.values()
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return f"wrote {len(rows)} rows into {page}, of which {len(set(rows) - set(old))} are new"
+
+
+def _with_trained(line: str, trained: dict[str, str]) -> str:
+    cells = line.split("|")
+    if len(cells) == len(COLUMNS) + 2:  # a row that says why it was not played has no such cells
+        cells[3:6] = [f" {trained.get(key, '')} " for key in TRAINED]
+    return "|".join(cells)
 
 
 def show(result: dict[str, Any], *, as_json: bool) -> None:
@@ -215,16 +233,33 @@ async def _play_all(
         async with free:
             return await _play(world, task, player(number))
 
-    begun = time.perf_counter()
+    begun, cpu_s = time.perf_counter(), _cpu_s()
     done = await asyncio.gather(*(one(number, task) for number, task in enumerate(tasks)))
-    wall_s = time.perf_counter() - begun
+    wall_s, cpu_s = time.perf_counter() - begun, _cpu_s() - cpu_s
     turns = sum(attempt.turns for attempt in done)
     return Played(
         successes=sum(attempt.is_success for attempt in done) / len(done),
         turns=turns / len(done),
         step_ms=1000 * sum(attempt.env_s for attempt in done) / max(1, turns),
+        cpu_ms=1000 * cpu_s / max(1, turns),
         per_minute=60 * len(done) / wall_s,
     )
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and of all below it so far, with those that have ended and were waited for."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    below = sum(_ticks(pid) for pid in descendants(os.getpid())) / os.sysconf("SC_CLK_TCK")
+    return time.process_time() + ended.ru_utime + ended.ru_stime + below
+
+
+def _ticks(pid: int) -> int:
+    """Clock ticks of a process and of its children that have ended. 0 if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    return sum(map(int, stat.rpartition(")")[2].split()[11:15]))
 
 
 def _turn(dialogue: Sequence[Message]) -> int:
@@ -251,20 +286,21 @@ async def _play(world: World, task: Task, reply: ScriptedPlayer) -> _Attempt:
     return _Attempt(is_success=is_success, turns=turn, env_s=time.perf_counter() - begun)
 
 
-TABLE_HEAD = (
-    "| World | random | base model | after warm-up | after RL | expert | turns | env ms per step | attempts/min |",
-    "|---|---|---|---|---|---|---|---|---|",
+COLUMNS = (
+    *("World", "random", "base model", "after warm-up", "after RL", "expert"),
+    *("turns", "env ms/step", "CPU ms/step", "attempts/min"),
 )
+TABLE_HEAD = (f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|")
 
 
 def table_row(label: str, measured: dict[str, Played] | str, trained: dict[str, str]) -> str:
     """A line of the table."""
     if isinstance(measured, str):
-        return f"| `{label}` | not played: {measured.splitlines()[0]} |" + " |" * 7
+        return f"| `{label}` | not played: {measured.splitlines()[0]} |" + " |" * (len(COLUMNS) - 2)
     expert, anything = measured["expert"], measured["random"]
     learned = [trained.get(key, "") for key in TRAINED]
-    step_ms = f"{expert.step_ms:.2g}" if expert.step_ms < 10 else f"{expert.step_ms:.0f}"
-    figures = [f"{expert.turns:.1f}", step_ms, f"{expert.per_minute:,.0f}"]
+    times = [f"{ms:.2g}" if ms < 10 else f"{ms:.0f}" for ms in (expert.step_ms, expert.cpu_ms)]
+    figures = [f"{expert.turns:.1f}", *times, f"{expert.per_minute:,.0f}"]
     cells = [f"`{label}`", f"{anything.successes:.0%}", *learned, f"{expert.successes:.0%}", *figures]
     return f"| {' | '.join(cells)} |"
 

@@ -26,6 +26,7 @@ from typing import Any, Literal, cast, get_args
 
 from turnwise.errors import CheckpointError, ConfigError
 from turnwise.models.directories import ADAPTER_CONFIG
+from turnwise.runtime.checksum import sha256_of
 from turnwise.runtime.suggest import nearest_names
 from turnwise.types import LoraConfig
 
@@ -291,14 +292,14 @@ def verify(directory: Path) -> None:
         file = directory / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing; {advice}")
-        if _checksum(file) != digest:
+        if sha256_of(file) != digest:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in its checksums; {advice}")
 
 
 def checksums_of(directory: Path) -> dict[str, str]:
     """Hash every file of a directory, except the two that hold checksums."""
     files = [file for file in sorted(directory.iterdir()) if file.is_file()]
-    return {file.name: _checksum(file) for file in files if file.name not in (INFO_FILE, CHECKSUMS_FILE)}
+    return {file.name: sha256_of(file) for file in files if file.name not in (INFO_FILE, CHECKSUMS_FILE)}
 
 
 def weights_fingerprint(info: CheckpointInfo) -> str:
@@ -306,11 +307,6 @@ def weights_fingerprint(info: CheckpointInfo) -> str:
     tensors = {name: one for name, one in info.checksums.items() if name.endswith(".safetensors")}
     weights = {name: one for name, one in tensors.items() if not name.startswith("optimizer")}
     return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()[:16] if weights else ""
-
-
-def _checksum(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

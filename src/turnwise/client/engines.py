@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.engine.config import ClusterConfig, EngineConfig
 from turnwise.engine.worker import EngineWorker
+from turnwise.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from turnwise.engine.engine import Engine
@@ -95,11 +95,3 @@ def _load_engine(directory: Path, config: EngineConfig, cluster: ClusterConfig, 
 
 
 POOL = EnginePool(_load_engine)
-
-
-@cache
-def load_tokenizer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    loader: Any = AutoTokenizer
-    return loader.from_pretrained(str(directory))

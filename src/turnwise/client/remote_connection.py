@@ -10,7 +10,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import cache
 from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +19,8 @@ from turnwise.client.futures import ApiFuture
 from turnwise.client.remote_wire import Dialect
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
 from turnwise.models import store as model_store
+from turnwise.models.tokenizer import load_tokenizer
+from turnwise.runtime.network import is_on_this_machine
 
 T = TypeVar("T")
 Sdk = Any
@@ -50,14 +51,14 @@ class Connection:
         self.deadline_s = deadline_s
         self.dialect: Dialect = dialect or probe(self.base_url)
         self.key = api_key or os.environ.get("TINKER_API_KEY") or os.environ.get("MINT_API_KEY")
-        if self.key is None and _is_here(self.base_url):
+        if self.key is None and is_on_this_machine(self.base_url):
             self.key = LOCAL_KEY
         self.sdk = _load_sdk(self.key)
         self._tokenizer = tokenizer
 
     def tokenizer_of(self, base_model: str) -> Any:
         """The tokenizer in the base model's directory on this machine."""
-        return _load_tokenizer(model_store.resolve_model(str(self._tokenizer or base_model)).directory)
+        return load_tokenizer(model_store.resolve_model(str(self._tokenizer or base_model)).directory)
 
     def call(self, work: Callable[[], T], what: str) -> ApiFuture[T]:
         """Run one of the SDK's blocking calls in its own thread."""
@@ -110,10 +111,6 @@ def _checked_url(base_url: str) -> str:
     return base_url.rstrip("/")
 
 
-def _is_here(base_url: str) -> bool:
-    return urllib.parse.urlsplit(base_url).hostname in ("127.0.0.1", "localhost", "::1")
-
-
 def _load_sdk(key: str | None) -> Sdk:
     """Load Tinker's SDK. A key that starts with `sk-` is MinT's, and MinT's SDK patches Tinker's to accept it."""
     name, package = ("mint", "mindlab-toolkit") if key is not None and key.startswith("sk-") else ("tinker", "tinker")
@@ -122,14 +119,6 @@ def _load_sdk(key: str | None) -> Sdk:
     except ImportError as cause:
         how = "pip install 'turnwise[remote]'" if name == "tinker" else "pip install mindlab-toolkit, in its own venv"
         raise ConfigError(f"the {package} SDK is not installed; {how}") from cause
-
-
-@cache
-def _load_tokenizer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    loader: Any = AutoTokenizer
-    return loader.from_pretrained(str(directory))
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:

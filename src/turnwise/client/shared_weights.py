@@ -31,7 +31,7 @@ class SharedWeights:
         """Do not call this; use `LocalTrainingClient.share_weights`.
 
         Args:
-            make_buffer: Makes a buffer of so many bytes that the other process can open; None: in the engine's GPU.
+            make_buffer: Makes a buffer of a given size that the other process can open; None: on the engine's GPU.
         """
         self._worker = worker
         self._queue_id = f"{queue_id} shares its weights"  # a queue of its own: a server waits for it

@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
         "--card",
         type=parse_card,
         metavar="GIB",
-        help="plan for machines whose engines each have a GPU with so many GiB, in place of this machine's device",
+        help="plan for machines on which each engine has a GPU of this size, in place of this machine's device",
     )
     plan.add_argument("overrides", nargs="*", metavar="section.key=value", help="options of the run")
     add_simulate_parser(actions)

@@ -11,7 +11,6 @@ from turnwise.commands.check_env import parse_option
 from turnwise.errors import ConfigError
 
 DEFAULT_PORT = 8100
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 _EXAMPLES = """\
 examples:
@@ -63,10 +62,10 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as cause:
         raise ConfigError(f"env serve needs {cause.name}: pip install 'turnwise[served]'") from cause
     from turnwise.envs.remote.workers import KEY_VARIABLE
-    from turnwise.runtime.network import open_port
+    from turnwise.runtime.network import is_loopback, open_port
 
     key = os.environ.get(KEY_VARIABLE, "")
-    if not key and options.host not in LOCAL_HOSTS:
+    if not key and not is_loopback(options.host):
         raise ConfigError(
             f"--host {options.host} lets other machines in, and {KEY_VARIABLE} is not set; set it to a long random "
             "text here and where the run starts"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from turnwise.errors import ConfigError
 from turnwise.rounds.export import pool_rows, write_pool
+from turnwise.rounds.flywheel import flywheel
 from turnwise.rounds.store import PoolStore
 from turnwise.rounds.tables import OVERALL, POOLS
-from turnwise.rounds.wheel import flywheel
 from turnwise.runtime.exit_codes import ExitCode
 from turnwise.watch.observer import Observer
 
@@ -38,7 +38,7 @@ def run_pools(directory: str, pool: str | None, where: str, out: str | None) -> 
     place = Path(directory).expanduser()
     if pool is None:
         if out is not None or where != "1":
-            raise ConfigError("--out and --where are for one pool; add --pool sft, rl, preference or continued")
+            raise ConfigError(f"--out and --where are for one pool; add --pool {', '.join(POOLS[:-1])} or {POOLS[-1]}")
         _show(place)
         return ExitCode.OK
     with PoolStore.open(place, read_only=True) as store:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from turnwise.rounds.tables import POOLS
+
 COMMANDS = ("flywheel", "pools")
 
 _FLYWHEEL_EXAMPLES = """\
@@ -40,7 +42,7 @@ def add_commands(commands: Any) -> None:
         description="Show what the rounds of a flywheel did and what its pools hold, or write a pool to a file.",
     )
     pools.add_argument("directory", metavar="DIR", help="the directory of a flywheel")
-    pools.add_argument("--pool", choices=("sft", "rl", "preference", "continued"), help="the pool to show or write")
+    pools.add_argument("--pool", choices=POOLS, help="the pool to show or write")
     pools.add_argument(
         "--where", default="1", metavar="SQL", help="a condition on the columns, such as 'round = 2 AND score > 0.9'"
     )

@@ -7,7 +7,6 @@ import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from turnwise.commands.train import say
 from turnwise.config.config import Config
@@ -15,13 +14,15 @@ from turnwise.config.files import config_from_yaml
 from turnwise.envs.base import Task
 from turnwise.errors import DataError
 from turnwise.judges import attach_judge, needs_service
+from turnwise.models.tokenizer import load_tokenizer
 from turnwise.opponents.seating import seat_record
+from turnwise.outcomes import attach_outcome_model, has_outcome_model
 from turnwise.rollout.certify import Certificate
 from turnwise.rollout.replay import replay
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.runtime.exit_codes import ExitCode
-from turnwise.training.assemble import make_eval_rollout, make_renderer
+from turnwise.training.assemble import make_eval_rollout, make_renderer, with_outcome_model
 from turnwise.training.objects import NO_OBJECTS, check_played_objects
 from turnwise.training.setup import find_facts, find_model, make_service
 from turnwise.training.stored import altered
@@ -94,13 +95,16 @@ def run_replay(target: str, attempt_id: int | None) -> ExitCode:
         print("\n".join(dialogue_lines(run, stored.row)))
     directory = find_model(config, say)
     world = NO_OBJECTS.make_world(config.env, max_turns=config.rollout.max_turns, memory=config.memory)
+    world = with_outcome_model(world, config)
     rollout = config.rollout.for_task(world, task.id, find_facts(config).context_length)
     if stored.row.phase == "eval":
         rollout = make_eval_rollout(config, rollout)
-    renderer = make_renderer(_load_tokenizer(directory), config.rollout, config.memory)
+    renderer = make_renderer(load_tokenizer(directory), config.rollout, config.memory)
     with contextlib.ExitStack() as stack:
-        if needs_service(world):
-            attach_judge(world, stack.enter_context(make_service(config, Path(target))))
+        if needs_service(world) or has_outcome_model(world):
+            service = stack.enter_context(make_service(config, Path(target)))
+            attach_judge(world, service)
+            attach_outcome_model(world, service)
         unknown = altered(stored.row, config)
         world = seat_record(world, stored.trajectory)
         replayed = asyncio.run(replay(world, task, stored.trajectory, renderer, rollout, altered=unknown))
@@ -118,10 +122,3 @@ def _list_attempts(run: RunReader) -> None:
             f"{row.id:>7}  step {row.step:<5} {row.phase:<5} {row.outcome:<10} {row.end_reason:<11} "
             f"reward {row.reward:<6g} {row.num_turns} turns  {row.task_id}"
         )
-
-
-def _load_tokenizer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    loader: Any = AutoTokenizer
-    return loader.from_pretrained(str(directory))

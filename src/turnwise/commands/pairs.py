@@ -21,7 +21,8 @@ from typing import Any
 from turnwise.backends import find_publisher
 from turnwise.client.base import SamplingClient
 from turnwise.commands.play import open_policy
-from turnwise.config.files import config_from_yaml
+from turnwise.config.config import Config
+from turnwise.config.files import config_from_yaml, config_to_yaml
 from turnwise.credit.advantages import is_constant_group
 from turnwise.credit.branching import TurnDistribution
 from turnwise.credit.preferences import PreferencePair, best_and_worst, disjoint_pairs
@@ -31,6 +32,7 @@ from turnwise.errors import ConfigError, DataError
 from turnwise.judges import attach_judge
 from turnwise.models.config import ModelConfig
 from turnwise.opponents.seating import scripted_twin
+from turnwise.outcomes import attach_outcome_model
 from turnwise.rollout.branch import BranchRollout, check_can_branch
 from turnwise.rollout.group import Rollout, RolloutResult
 from turnwise.rollout.seeds import derive_seed
@@ -38,7 +40,7 @@ from turnwise.rollout.sources import PlayBranches
 from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow
 from turnwise.training.assemble import Parts, assemble, distinct_tasks, make_renderer
-from turnwise.training.pairs import PairKind, StoredPair, check_can_write, push_pairs, write_pairs
+from turnwise.training.pairs import PairKind, Provenance, StoredPair, check_can_write, push_pairs, write_pairs
 from turnwise.training.policy import PolicySampler
 from turnwise.training.setup import find_facts
 from turnwise.training.start_from import SHAPE
@@ -67,7 +69,7 @@ class PairOptions:
     env: str | None = None
     num_tasks: int = 64
     num_tokens: int = 0
-    """Stop once so many tokens were sampled; 0: play all tasks."""
+    """Number of sampled tokens after which to stop; 0: play all tasks."""
     samples: int | None = None
     turn: TurnDistribution = "uniform"
     is_stored: bool = False
@@ -88,6 +90,8 @@ class _Found:
     num_attempts: int = 0
     num_tokens: int = 0
     """Sampled tokens; 0 where nothing was played."""
+    config: Config = field(default_factory=Config)
+    """What was played with; of stored attempts, the config of the first run."""
     start: Sequence[str] = ()
     """The options with which training begins with the policy that played, the reference of the pairs."""
 
@@ -148,7 +152,7 @@ def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOpt
     if not found.pairs:
         advice = "".join(f"; {ADVICE[why]}" for why, _ in found.dropped.most_common(1) if why in ADVICE)
         raise ConfigError(f"no pairs from {found.num_attempts} attempts (left out: {lost or 'none'}){advice}")
-    write_pairs(options.out, found.pairs)
+    write_pairs(options.out, found.pairs, _provenance(targets, options, found))
     gap = sum(stored.pair.reward_difference for stored in found.pairs) / len(found.pairs)
     tokens = f" and {found.num_tokens:,} sampled tokens" if found.num_tokens else ""
     attempts = f"{found.num_attempts} attempts{tokens}"
@@ -167,7 +171,32 @@ def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOpt
     return 0
 
 
+def _provenance(targets: Sequence[str], options: PairOptions, found: _Found) -> Provenance:
+    is_branched = options.kind == "refuel" and not options.is_stored
+    return Provenance(
+        policies=tuple(targets),
+        config=config_to_yaml(found.config),
+        is_stored=options.is_stored,
+        across_seeds=options.across_seeds,
+        samples=0 if options.is_stored else options.samples or DEFAULT_SAMPLES[options.kind],
+        turn=options.turn if is_branched else "",
+        num_attempts=found.num_attempts,
+        num_sampled_tokens=found.num_tokens,
+    )
+
+
+def _check_read(overrides: Sequence[str]) -> None:
+    """Refuse weights and shaping of rewards: pairs are chosen by rewards as they were played."""
+    for name in (text.partition("=")[0].strip() for text in overrides):
+        if name.startswith("reward.") and name != "reward.model":
+            raise ConfigError(
+                f"{name} is not read by turnwise pairs, which compares attempts by their rewards as they were played; "
+                "leave it out"
+            )
+
+
 def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found:
+    _check_read(overrides)
     policy = open_policy(target, options.env, options.step, overrides)
     if options.env is None and not is_run(Path(target)):
         raise ConfigError(f"{target} does not say which world it is for; add --env NAME")
@@ -177,10 +206,12 @@ def _play(target: str, overrides: Sequence[str], options: PairOptions) -> _Found
     tasks = distinct_tasks(parts.world, "train", options.num_tasks, derive_seed(policy.config.train.seed, "tasks"))
     with policy:
         attach_judge(parts.world, policy.service)
+        attach_outcome_model(parts.world, policy.service)
         with policy.opposed(parts.world, parts.rollout) as world:
             seated = replace(parts, world=world)
             played = asyncio.run(_play_tasks(policy, policy.sampler, seated, tasks, options))
-    origin, found = origin_of(policy.config), _Found(start=_start(target, policy, options.step))
+    origin = origin_of(policy.config)
+    found = _Found(config=policy.config, start=_start(target, policy, options.step))
     data = {task.id: task.data for task in tasks}
     stats = played[-1].stats  # one player counts over all parts
     found.num_attempts = len(stats.kept) + stats.dropped.total()
@@ -269,7 +300,8 @@ def _read_runs(targets: Sequence[str], options: PairOptions) -> _Found:
         with RunReader(target) as run:
             config = config_from_yaml(run.config_yaml, str(run.directory))
             origin = origin_of(config, options.world)
-            wanted = wanted or origin
+            if wanted is None:
+                wanted, found.config = origin, config
             check_origin(
                 origin, wanted, target, other=f"one file holds pairs of one world and model, and {targets[0]} has"
             )
@@ -289,7 +321,8 @@ def _read_runs(targets: Sequence[str], options: PairOptions) -> _Found:
 def _stored_groups(
     run: RunReader, rows: Sequence[AttemptRow], options: PairOptions
 ) -> Iterator[tuple[int, list[Trajectory]]]:
-    """The attempts of a run that may be compared: those at one task, in one step, with one env seed."""
+    """The attempts of a run that may be compared: those at one task, in one step, with one env seed; where the world
+    has two sides, also with one seat and one opponent."""
     by_task: dict[tuple[int, str], list[AttemptRow]] = defaultdict(list)
     for row in rows:
         by_task[row.step, row.task_id].append(row)
@@ -298,7 +331,8 @@ def _stored_groups(
         for row in own:
             trajectory = run.attempt(row.id).trajectory
             turn = 0 if trajectory.branch is None else trajectory.branch.turn
-            by_start[turn if options.across_seeds else (turn, trajectory.seed)].append(trajectory)
+            sides = tuple(trajectory.labels.get(name, "") for name in ("seat", "opponent"))
+            by_start[turn, None if options.across_seeds else trajectory.seed, *sides].append(trajectory)
         yield from ((step, trajectories) for trajectories in by_start.values())
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from turnwise.commands.train import say
 from turnwise.config.files import config_from_yaml
 from turnwise.envs.base import World
-from turnwise.envs.seats import Opponent, TwoSidedWorld
+from turnwise.envs.seats import Opponent, TwoSidedWorld, scripted_seats
 from turnwise.errors import ConfigError
 from turnwise.opponents.matrix_figure import matrix_svg, short_labels
 from turnwise.opponents.seating import two_sided
@@ -23,6 +23,7 @@ from turnwise.opponents.tournament import (
     Standings,
     TournamentGame,
     TournamentLimits,
+    check_seats,
     play_tournament,
     standings,
 )
@@ -63,6 +64,7 @@ def run_tournament(players: Sequence[str], overrides: Sequence[str], options: To
         sided = two_sided(world)
         if sided is None:
             raise ConfigError(f"{config.env.name} has one side only; expected a world with two, such as negotiate")
+        check_seats(sided, players)
         tasks = distinct_tasks(world, "test", options.num_tasks, derive_seed(config.train.seed, "tasks"))
         with _seat(players, policy, world, sided) as seated:
             progress = _GamesDone(len(players) * (len(players) - 1) * len(tasks))
@@ -116,7 +118,7 @@ def _check_names(players: Sequence[str]) -> None:
         raise ConfigError(f"{twice[0]} is named twice; each player plays once")
     for name in players:
         if name in (SELF, POOL):
-            raise ConfigError(f"{name} is nobody in particular; name a run, a checkpoint, base, a script or a model")
+            raise ConfigError(f"{name} does not name one player; name a run, a checkpoint, base, a script or a model")
 
 
 def _open(players: Sequence[str], overrides: Sequence[str], env: str | None) -> PolicySampler:
@@ -166,7 +168,7 @@ def _lines(table: Standings, sided: TwoSidedWorld, games: Sequence[TournamentGam
     if table.num_failed:
         first_failure = next(game.failure for game in games if game.failure)
         lines.append(f"{table.num_failed} games failed and are not scored; the first: {first_failure}")
-    if sided.scripted_opponents and not any(name in sided.scripted_opponents for name in names):
+    if len(scripted_seats(sided)) > 1 and not any(name in sided.scripted_opponents for name in names):
         lines.append(f"scripts may play too: {', '.join(sided.scripted_opponents)}")
     return lines
 

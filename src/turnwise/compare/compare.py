@@ -6,7 +6,8 @@ including those of a critic's pre-training. The trained tokens and the time of e
 A method that reads stored data samples nothing and runs for its `train.steps`.
 
 Runs of one seed start from the same weights and play the same tasks. Their warm-up is the same too, so it is done once
-per world and seed, and every method continues from there.
+per world and seed, and every method continues from there. Variants that change the warm-up or how it is measured, such
+as a memory or other opponents of an evaluation, have one of their own.
 
 Every run has its own run directory, made by the same code as `turnwise train`. A run that fails does not affect the
 others, and the same command continues an interrupted comparison. The result of a finished run is in a small file beside
@@ -53,6 +54,11 @@ AFTER_WARMUP = (
     *("min_batch", "max_wait", "save_every", "keep_checkpoints", "accumulate", "lr_schedule", "lr_warmup", "lr_floor"),
 )
 """Options of `train` that a warm-up does not depend on."""
+AFTER_WARMUP_OPPONENT = (
+    *("train", "snapshot_every", "keep_last", "keep_files"),
+    *("base_weight", "last_weight", "best_weight", "scripted_weight"),
+)
+"""Options of `opponent` that neither a warm-up nor its evaluation depends on: they say who plays in training."""
 
 
 def run_compare(arguments: Sequence[str], *, out: str | None) -> int:
@@ -272,7 +278,8 @@ def _check_bounds(runs: Sequence[GridRun]) -> None:
 
 def _only_warmup(config: Config) -> Config:
     """The same run with only its warm-up, which needs no method and no critic."""
-    plain = {"method": Grpo.Options(), "critic": CriticConfig(), "reward": RewardConfig(), "data": DataConfig()}
+    reward = RewardConfig(model=config.reward.model)  # its score is in the rewards of an evaluation
+    plain = {"method": Grpo.Options(), "critic": CriticConfig(), "reward": reward, "data": DataConfig()}
     train = {"steps": 0, "max_sampled_tokens": 0, "max_staleness": 0, "min_batch": 0, "max_wait": 0}
     rollout = {
         "kv_across_updates": "recompute",
@@ -292,9 +299,10 @@ def _only_warmup(config: Config) -> Config:
 def _warmup_key(config: Config) -> str:
     """A key that is equal for runs with the same weights after warm-up and the same evaluation of them."""
     tree = config_to_tree(config)
-    kept = {name: tree[name] for name in ("model", "env", "engine", "rollout", "warmup", "eval")}
-    train = {key: value for key, value in tree["train"].items() if key not in AFTER_WARMUP}
-    return json.dumps({**kept, "train": train}, sort_keys=True)
+    kept = {name: tree[name] for name in ("model", "env", "memory", "engine", "rollout", "warmup", "eval")}
+    kept["train"] = {key: value for key, value in tree["train"].items() if key not in AFTER_WARMUP}
+    kept["opponent"] = {key: value for key, value in tree["opponent"].items() if key not in AFTER_WARMUP_OPPONENT}
+    return json.dumps({**kept, "reward.model": tree["reward"]["model"]}, sort_keys=True)
 
 
 def _prepare_warmup(config: Config, place: Path) -> RunOrder | None:

@@ -216,7 +216,7 @@ def summarize(results: Sequence[Result]) -> list[Summary]:
     """Summarize world by world and method by method, in their order."""
     found: list[Summary] = []
     for world in dict.fromkeys(result.world for result in results):
-        inside = [result for result in results if result.world == world]
+        inside = as_judged([result for result in results if result.world == world])
         labels = list(dict.fromkeys(result.label for result in inside))
         success = _differences(inside, labels, results[0].label, "success")
         area = _differences(inside, labels, results[0].label, "area")
@@ -242,6 +242,29 @@ def summarize(results: Sequence[Result]) -> list[Summary]:
                 )
             )
     return found
+
+
+def as_judged(results: Sequence[Result]) -> list[Result]:
+    """The results of a world, where a run of which no attempt ever came to its end counts as one without success.
+
+    Its evaluations could not tell that the world judges success, and the other runs do. Left out, a policy that breaks
+    down would raise the mean of its method.
+    """
+    if all(math.isnan(one.success) for one in results):
+        return list(results)
+    return [_without_success(one) if _has_no_verdict(one) else one for one in results]
+
+
+def _has_no_verdict(result: Result) -> bool:
+    """Whether attempts were played, and none of any evaluation was judged."""
+    measured = [success for _, _, success in result.curve if math.isfinite(success)]
+    return math.isnan(result.success) and not measured and math.isfinite(result.reward)
+
+
+def _without_success(result: Result) -> Result:
+    zeros = dict.fromkeys(("success", "success_low", "best_success", "area", "start_success"), 0.0)
+    curve = tuple((sampled, trained, 0.0) for sampled, trained, _ in result.curve)
+    return replace(result, **zeros, success_high=1.0, curve=curve)
 
 
 def _differences(inside: Sequence[Result], labels: Sequence[str], against: str, measure: str) -> dict[str, Difference]:

@@ -60,7 +60,7 @@ class GridJob:
 
 
 class GridProgress(Protocol):
-    """Is called when a job starts or ends."""
+    """A function that is called when a job starts or ends."""
 
     def changed(self, job: GridJob) -> None: ...
 
@@ -132,7 +132,7 @@ class Nursery:
 
 
 def run_jobs(jobs: Sequence[GridJob], *, at_once: int, progress: GridProgress) -> bool:
-    """Run all jobs that are not done, in order; returns True if nobody stopped it.
+    """Run all jobs that are not done, in order; returns False if it was stopped.
 
     A job waits for the jobs that it needs and fails if they fail. The first Ctrl-C lets every run save its state, a
     second one stops all runs at once.

@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING
 
 from turnwise.losses.outside import is_outside
 from turnwise.models.config import EXPERT_OPTIONS
-from turnwise.rollout.server_options import SHARED_OPTIONS
+from turnwise.rollout.server_options import NO_OTHER, OTHER_SAMPLERS, SHARED_OPTIONS
 
 if TYPE_CHECKING:
     from turnwise.config.config import Config
-
-READS_WHOLE = ("vllm", "vllm_in_process")
-"""Other people's samplers that take whole weights with `rollout.publish=weights`."""
 
 
 def check_stored(config: Config) -> None:
@@ -156,7 +153,8 @@ def check_play(config: Config) -> None:
         )
     if engine.speculation != "none":
         _check_speculation(config)
-    if config.model.train == "full" and rollout.backend in READS_WHOLE and rollout.publish == "adapter":
+    takes_whole = OTHER_SAMPLERS.get(rollout.backend, NO_OTHER).takes_whole
+    if config.model.train == "full" and takes_whole and rollout.publish == "adapter":
         raise ValueError(
             "rollout.publish=adapter brings an adapter to the sampler, and model.train=full trains all weights; set "
             "rollout.publish=weights"

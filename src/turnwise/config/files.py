@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -60,12 +61,18 @@ SWITCHES = {
     "critic.pretrain_steps": tuple(name for name in CriticConfig.model_fields if name.startswith("pretrain_")),
 }
 """Options that turn something off if they are 0, and the options that are then not read."""
+PRESETS = resources.files("turnwise.config") / "presets"
 YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def preset_names() -> list[str]:
     """The presets that ship with the package."""
-    return sorted(file.name.removesuffix(".yaml") for file in _presets().iterdir() if file.name.endswith(".yaml"))
+    return names_in(PRESETS)
+
+
+def names_in(folder: Traversable) -> list[str]:
+    """The names of the YAML files in a folder."""
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
@@ -92,7 +99,7 @@ def override_config(config: Config, overrides: Sequence[str]) -> Config:
 def read_tree(name: str) -> Tree:
     """The content of a preset, a YAML file or a world, before defaults and checks."""
     if name in preset_names():
-        return parse_yaml((_presets() / f"{name}.yaml").read_text(encoding="utf-8"), f"preset {name}")
+        return parse_yaml((PRESETS / f"{name}.yaml").read_text(encoding="utf-8"), f"preset {name}")
     path = Path(name).expanduser()
     if path.suffix in YAML_SUFFIXES or path.is_file():
         try:
@@ -417,10 +424,6 @@ def _sections() -> list[str]:
 
 def _listed_presets() -> str:
     return ", ".join(preset_names())
-
-
-def _presets() -> Any:
-    return resources.files("turnwise.config") / "presets"
 
 
 class _Loader(yaml.SafeLoader):

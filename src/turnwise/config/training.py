@@ -6,11 +6,11 @@ the other way round.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from turnwise.runtime.section import Section
+from turnwise.runtime.section import ONE_OR_MORE, Section
 
 FULL_LEARNING_RATE = 1e-5
 FULL_WARMUP_RATE = 1e-4
@@ -151,7 +151,7 @@ class TrainConfig(Section):
 
 
 class EvalConfig(Section):
-    """Held-out tasks, played at the start, every so often, and at the end."""
+    """Held-out tasks, played at the start, every `every` steps, and at the end."""
 
     every: int = Field(
         default=10, ge=0, description="Evaluate every this many steps; 0 evaluates only at the start and at the end."
@@ -207,15 +207,11 @@ class RunConfig(Section):
     max_size_mb: int = Field(
         default=512, ge=1, description="Largest size of run.db; old token arrays are deleted first."
     )
-    loggers: tuple[Logger, ...] = Field(default=(), description="More places to log metrics to.")
+    loggers: Annotated[tuple[Logger, ...], ONE_OR_MORE] = Field(
+        default=(), description="More places to log metrics to."
+    )
     project: str = Field(default="turnwise", min_length=1, description="Project name for wandb and trackio.")
     dialogues: int = Field(default=3, ge=0, description="Number of dialogues to print at the end.")
-
-    @field_validator("loggers", mode="before")
-    @classmethod
-    def _one_or_more(cls, loggers: object) -> object:
-        """`run.loggers=wandb` means a list of one."""
-        return ((loggers,) if loggers else ()) if isinstance(loggers, str) else loggers
 
     @field_validator("name")
     @classmethod

@@ -1,4 +1,4 @@
-"""A critic's values, corrected by what came of the other attempts of the batch.
+"""A critic's values, corrected by the returns of the other attempts of the batch.
 
     V'(s) = V(s) + a + b V(s) + c turn(s)          a, b, c: ridge regression of R - V over all *other* attempts
 

@@ -21,11 +21,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, repeat
+from typing import Literal
 
 from turnwise.credit.datums import trained_mask
 from turnwise.errors import DataError
 from turnwise.trajectory import Trajectory
 from turnwise.types import Datum, TensorData
+
+Normalisation = Literal["token_mean", "seq_mean", "seq_sum", "const", "turn_mean", "traj_turn_mean", "prompt_mean"]
+"""The names of the weightings below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +85,9 @@ def prompt_mean(batch: Sequence[Share]) -> list[list[float]]:
     return [[1.0 / (len(sizes) * sizes[share.group]) for _ in share.turn_sizes] for share in batch]
 
 
-def weighting(name: str, *, max_tokens: int) -> Weighting:
+def weighting(name: Normalisation, *, max_tokens: int) -> Weighting:
     """Find a weighting by name. `const` needs `max_tokens`, the most tokens that an attempt may sample."""
-    known: Mapping[str, Weighting] = {
+    known: Mapping[Normalisation, Weighting] = {
         "token_mean": token_mean,
         "seq_mean": seq_mean,
         "seq_sum": seq_sum,

@@ -21,7 +21,7 @@ MAX_SAMPLE = 192
 
 
 class RunHistory:
-    """One run, finished or going on. Make it anew to see later steps."""
+    """One run, finished or under way. Create another one to see later steps."""
 
     def __init__(self, run: RunReader) -> None:
         self._run = run
@@ -74,7 +74,7 @@ class RunHistory:
 
     @cached_property
     def success(self) -> float | None:
-        """Mean success of the last steps; of the last evaluation where no step was played; None if nobody judged."""
+        """Mean success of the last steps, or of the last evaluation if no step was played; None if it is not judged."""
         judged = self.recent("rollout/success_mean")
         if judged is None and self.evaluations and not self.steps:
             last = self.evaluations[-1].success

@@ -84,7 +84,7 @@ def warmup_hurts(run: RunHistory) -> Finding | None:
 
 
 def critic_blind(run: RunHistory) -> Finding | None:
-    """The critic explains nothing of what comes of an attempt."""
+    """The critic's values explain nothing of the returns of attempts."""
     values = run.values("train/critic_explained_variance")
     recent = values[-RECENT_STEPS:]
     if len(values) < STRETCH_STEPS or median(recent) > 0 or run.is_solving:

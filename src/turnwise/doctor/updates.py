@@ -66,7 +66,7 @@ def alarms_last(run: RunHistory) -> list[Finding]:
 
 
 def rate_too_high(run: RunHistory) -> Finding | None:
-    """Success, or reward where nobody judges success, fell after its best."""
+    """Success fell after its best; in a world without success, the reward did."""
     fall = _held_out_fall(run) or _train_fall(run)
     if fall is None:
         return None

@@ -11,6 +11,8 @@ from turnwise.runtime.section import Section
 LOCAL = "local"
 """`cluster.address` of processes on this machine, without Ray."""
 
+Activations = Literal["auto", "keep", "recompute", "split"]
+
 
 class ClusterConfig(Section):
     """Which processes train together, and which play the envs (docs/scale.md)."""
@@ -58,8 +60,8 @@ class ClusterConfig(Section):
     min_learners: int = Field(
         default=0,
         ge=0,
-        description="Go on with so few learners if lost ones cannot be started again; 0: with all of them or not at "
-        "all.",
+        description="The fewest learners to go on with, if lost ones cannot be started again; 0: all of them, or the "
+        "run ends.",
     )
     env_workers: int | tuple[str, ...] = Field(
         default=0,
@@ -235,7 +237,7 @@ class EngineConfig(Section):
         "0: 2048 on a CPU (4096 if they share), as many as fit on a GPU, up to 32768. A pass that "
         "does not fit computes its activations twice instead of keeping them.",
     )
-    activations: Literal["auto", "keep", "recompute", "split"] = Field(
+    activations: Activations = Field(
         default="auto",
         description="What a training pass keeps for its backward pass: everything (`keep`), the input of each layer, "
         "which is then computed again (`recompute`), or, of a datum that is longer than a pass, one part at a time "

@@ -150,6 +150,12 @@ class Engine:
     ) -> Generator[None, None, FinishedJob]:
         """`forward`, before its result is made ready for the client."""
         loss, (job,) = self.make_jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
+        return (yield from self.read_checked(job, loss, loss_fn, loss_fn_config))
+
+    def read_checked(
+        self, job: TrainingJob, loss: PassLoss, loss_fn: str | LossFunction, loss_fn_config: LossSettings
+    ) -> Generator[None, None, FinishedJob]:
+        """`read_job` of datums that are checked."""
         if is_imitation(loss_fn) and "kl_reference" in (loss_fn_config or {}):
             job = replace(job, weights=self._reference(loss_fn_config), replays=False)
         result = yield from self.trainer.read(job, only_trained=False, with_entropy=loss.needs_entropy)
@@ -191,8 +197,18 @@ class Engine:
     ) -> Generator[None, None, list[FinishedJob]]:
         """`forward_backward_many`, before its results are made ready for the clients."""
         loss, jobs = self.make_jobs(batches, loss_fn, loss_fn_config, is_learning=True)
+        return (yield from self.learn_checked([adapter for adapter, _ in batches], jobs, loss, loss_fn_config))
+
+    def learn_checked(
+        self,
+        adapters: Sequence[Trainable],
+        jobs: Sequence[TrainingJob],
+        loss: PassLoss,
+        loss_fn_config: LossSettings,
+    ) -> Generator[None, None, list[FinishedJob]]:
+        """`learn_jobs` of datums that are checked."""
         reference = self._reference_for(loss, jobs, loss_fn_config)
-        with _whole_gradients([adapter for adapter, _ in batches]):
+        with _whole_gradients(adapters):
             results = yield from self.trainer.forward_backward(jobs, loss, reference)
         return [FinishedJob(job, result, loss) for job, result in zip(jobs, results, strict=True)]
 

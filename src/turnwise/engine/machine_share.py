@@ -28,12 +28,12 @@ def count_here(count: int, cluster: ClusterConfig) -> int:
 
 
 def thread_share(num_engines: int) -> int:
-    """Threads of each of so many engines that share this machine's cores."""
+    """Threads of each engine, if this number of engines shares this machine's cores."""
     return max(1, find_threads().count // num_engines)
 
 
 def gpu_share(num_engines: int) -> str:
-    """What each of so many engines may use of a GPU, as the value of `GPU_SHARE_VARIABLE`.
+    """The share of a GPU that each engine may use, as the value of `GPU_SHARE_VARIABLE`.
 
     Another program may have left this process a share only; that share is divided.
     """
@@ -60,12 +60,12 @@ class MachineShare:
         return cls._before[1] if cls._held else os.environ.get(GPU_SHARE_VARIABLE)
 
     def take_threads(self, num_engines: int) -> None:
-        """Leave cores for so many engines, this one among them."""
+        """Use this engine's part of the cores, if `num_engines` engines share them."""
         self._num_on_cores = num_engines
         self._apply(is_held=True)
 
     def take_gpu(self, num_engines: int) -> None:
-        """Leave memory of the GPU for so many engines, this one among them; processes that it starts know it too."""
+        """Use this engine's part of the GPU's memory, if `num_engines` share it; its processes do the same."""
         self._num_on_gpu = num_engines
         self._apply(is_held=True)
 

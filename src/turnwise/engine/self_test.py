@@ -150,7 +150,7 @@ class _Limits:
 
 
 def _off(ours: Tensor, wanted: Tensor, everything: Tensor, share: float) -> float:
-    """How far rows are apart, in sizes of what the part puts out."""
+    """The distance between rows, relative to the size of the part's output."""
     size = everything.norm(dim=1).pow(2).mean().sqrt().clamp_min(1e-12)
     return _largest((ours - wanted).norm(dim=1) / size, share)
 

@@ -90,6 +90,16 @@ class _Close:
     """Asks the thread to stop at the next micro-batch or decode step."""
 
 
+def in_one_step(work: Callable[[Engine], T]) -> Callable[[Engine], Steps[T]]:
+    """An operation that runs without a break, as `EngineWorker.run_steps` takes it."""
+
+    def begin(engine: Engine) -> Steps[T]:
+        yield from ()
+        return work(engine)
+
+    return begin
+
+
 class EngineWorker:
     """Runs training operations and sampling requests on an engine of its own.
 
@@ -124,12 +134,7 @@ class EngineWorker:
 
     def run(self, queue_id: str, work: Callable[[Engine], T]) -> Future[T]:
         """Queue an operation that runs without a break."""
-
-        def begin(engine: Engine) -> Steps[T]:
-            yield from ()
-            return work(engine)
-
-        return self.run_steps(queue_id, begin)
+        return self.run_steps(queue_id, in_one_step(work))
 
     def run_steps(self, queue_id: str, begin: Callable[[Engine], Steps[T]]) -> Future[T]:
         """Queue an operation that yields between its micro-batches; the sampler runs in the gaps."""

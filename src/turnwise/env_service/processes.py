@@ -32,10 +32,10 @@ LOOK_S = 0.05
 CHECK_S = 5.0
 """Seconds between two health checks of a worker, and for its answer."""
 HUNG_S = 60.0
-"""A worker that answers no health check for so long is ended, and another one takes its place."""
+"""Seconds without an answer to a health check after which a worker is ended and replaced."""
 END_S = 3.0
 MAX_QUICK_DEATHS = 5
-"""A worker that dies so often in a row, each time within `QUICK_S`, is not started again."""
+"""How often a worker may die in a row, each time within `QUICK_S`, before it is not started again."""
 QUICK_S = 10.0
 BACKLOG = 512
 TAIL_BYTES = 4000

@@ -117,7 +117,8 @@ class Env(Protocol):
     Optional methods: `state_key() -> str` names the state before the next reply; two states with equal keys are the
     same. `fork() -> Env` returns an independent copy in the middle of a task. `reseed(seed)` changes the randomness
     from here on and nothing else. `potential() -> float` says how good the state is, for reward shaping.
-    `demonstrate() -> str` gives the reply that an expert would give now; a warm-up learns from it.
+    `demonstrate() -> str` gives the reply that an expert would give now; a warm-up learns from it. Optional attribute:
+    `waits_for`, the `Party` that a call is waiting for, or None; it is to blame if the call's time runs out.
 
     >>> import turnwise as tw
     >>> class Polite:

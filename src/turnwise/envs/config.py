@@ -46,7 +46,7 @@ class OneWorld(Section):
         default=0.5, gt=0, lt=1, description="With a curriculum: levels near this success rate are the likeliest."
     )
     curriculum_window: int = Field(
-        default=8, ge=1, description="With a curriculum: a level's success rate counts so many of its last groups."
+        default=8, ge=1, description="With a curriculum: groups of a level, its last ones, that make its success rate."
     )
     curriculum_explore: float = Field(
         default=0.2,

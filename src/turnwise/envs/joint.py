@@ -58,7 +58,7 @@ class JointWorld:
         return self.parts[name].make_env(own, seed)
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
-        """As many of each part, and none of a task that is held out by another part; in the order of `tasks`."""
+        """The same number of tasks of each part, in the order of `tasks`, without those that another part holds out."""
         found: list[Sequence[Message]] = []
         for name, own in self._divide(count):
             shown = self.parts[name].demonstrations(own, seed)

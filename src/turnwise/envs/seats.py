@@ -63,7 +63,11 @@ class Opponent(Protocol):
 
 @runtime_checkable
 class TwoSidedWorld(Protocol):
-    """A world whose tasks are games of two seats. Its option `opponent` says who has the other seat."""
+    """A world whose tasks are games of two seats. Its option `opponent` says who has the other seat.
+
+    Optional attributes: `scripted_seats`, the seats that its scripts know how to play; without it, both.
+    `has_two_sides`, which is False where other games of the same class are two-sided, and this one is not.
+    """
 
     scripted_opponents: ClassVar[tuple[str, ...]]
     """The scripts that come with the world, by name."""
@@ -80,6 +84,11 @@ class TwoSidedWorld(Protocol):
     def scripted_reply(self, opponent: str, task: Task, game: Any, seed: int) -> str:
         """What the scripted opponent says for the seat that is to move."""
         ...
+
+
+def scripted_seats(world: TwoSidedWorld) -> tuple[int, ...]:
+    """The seats that a world's scripts can play."""
+    return tuple(getattr(world, "scripted_seats", (0, 1)))
 
 
 class ScriptedOpponent:
@@ -103,13 +112,18 @@ def result_of(own: float, other: float) -> str:
     return "won" if own > other else "lost"
 
 
+def unloaded_opponent(words: str, scripts: Sequence[str]) -> str:
+    """Why a world by itself cannot play against a model."""
+    return (
+        f"opponent={words} is a model, and nobody has loaded it: train, eval, pairs and tournament do; a world by "
+        f"itself has the scripts {', '.join(scripts)}"
+    )
+
+
 def scripted_env(world: TwoSidedWorld, task: Task, seed: int) -> SeatedEnv:
     """The env of a task against the script that the world's option `opponent` names."""
     if world.opponent not in world.scripted_opponents:
-        raise ConfigError(
-            f"opponent={world.opponent} is a model, and nobody has loaded it: train, eval, pairs and tournament do; "
-            f"a world by itself has the scripts {', '.join(world.scripted_opponents)}"
-        )
+        raise ConfigError(unloaded_opponent(world.opponent, world.scripted_opponents))
     opponent = ScriptedOpponent(world, world.opponent, task)
     return SeatedEnv(world.make_game(task, seed), world.policy_seat(task), opponent, seed)
 
@@ -136,6 +150,7 @@ class SeatedEnv:
         self._heard: list[Message] = []
         """The dialogue of the opponent's seat."""
         self._num_asked = 0
+        self.waits_for: Party | None = None
 
     async def start(self) -> list[Message]:
         await self._let_opponent_move()
@@ -202,6 +217,7 @@ class SeatedEnv:
         name = self._opponent.name
         seed = random_for("opponent", self._seed, self._num_asked).getrandbits(31)
         self._num_asked += 1
+        self.waits_for = Party.OPPONENT
         try:
             async with asyncio.timeout(self._deadline_s):
                 text: object = await self._opponent.reply(self.game, tuple(self._heard), seed)
@@ -213,4 +229,5 @@ class SeatedEnv:
             raise AttemptFailed(Party.OPPONENT, f"{name}: {describe_error(cause)}") from cause
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] - an opponent of yours may err
             raise AttemptFailed(Party.OPPONENT, f"{name} answered {text!r:.80}; expected text")
+        self.waits_for = None
         return text

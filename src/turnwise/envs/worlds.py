@@ -60,9 +60,7 @@ class EnvClassWorld:
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
         """What the envs demonstrate; none if the class has no `demonstrate`."""
-        if not has_demonstrations(self._env_class):
-            return []
-        return play_demonstrations(self, lambda _: None, count, seed)
+        return play_demonstrations(self, lambda _: None, count, seed) if has_demonstrations(self._env_class) else []
 
 
 def _read_limit(env_class: Callable[..., Any], options: Mapping[str, Any], name: str, default: int) -> int:

@@ -205,7 +205,7 @@ class LossInfo:
     needs_pairs: bool = False
     """Datums come in pairs, chosen and rejected, and the loss sees all of a batch at once."""
     is_imitation: bool = False
-    """The weights of the targets say all that is to be learned, a datum brings `weights` or a `mask` in their place."""
+    """The loss imitates: only weights say what to learn. A datum brings `weights`, or a `mask` in place of them."""
     needs_reference: bool = False
     """Reads `ref_logprobs` whatever its options are; the engine asks the base model where they are not sent."""
     is_linear: bool = False

@@ -21,7 +21,7 @@ class MemoryConfig(Section):
     summary_tokens: int = Field(
         default=0,
         ge=0,
-        description="When the window is full, the policy writes a summary of at most so many tokens, and the turns "
+        description="When the window is full, the policy writes a summary of at most this many tokens, and the turns "
         "leave the prompt; 0: no summaries.",
     )
     keep: int = Field(

@@ -16,10 +16,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from turnwise.credit.weights import Normalisation
 from turnwise.losses.table import GspoOptions
 from turnwise.methods.base import MethodSetup
 from turnwise.methods.grpo import Compared, CreditedByTurn, GroupRelative
-from turnwise.methods.options import Normalisation, PolicyTerms, Weighed
+from turnwise.methods.options import PolicyTerms, Weighed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from turnwise.credit.gae import Gae
-from turnwise.credit.weights import Weighting, weighting
+from turnwise.credit.weights import Normalisation, Weighting, weighting
 from turnwise.losses.outside import find_function, is_outside, outside_info
 from turnwise.losses.table import (
     LOSSES,
@@ -40,7 +40,6 @@ from turnwise.runtime.import_path import import_path
 from turnwise.runtime.section import Section
 from turnwise.runtime.suggest import nearest
 
-Normalisation = Literal["token_mean", "seq_mean", "seq_sum", "const", "turn_mean", "traj_turn_mean", "prompt_mean"]
 LAGGING_LOSS = "cispo"
 """The loss that replaces plain importance sampling if attempts are older than the weights."""
 FOREIGN_CAP = 2.0
@@ -338,7 +337,7 @@ class PolicyTerms(PolicyOptions, MethodOptions):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], own: str) -> PydanticCustomError:
-    """The error about a `kind` (a loss, a method) that nobody ships; `own` is how the user names their own one."""
+    """The error about an unknown loss or method (`kind`); `own` is how the user names their own one."""
     choices = list(known)
     near = nearest(name, choices, cutoff=0.6)
     guess = "" if near is None else f"; did you mean {near}?"

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from turnwise.credit.calibrate import calibrate_by_world
-from turnwise.credit.gae import Gae, whiten_by_world
+from turnwise.credit.gae import Gae, Level, whiten_by_world
 from turnwise.credit.weights import Weighting, token_mean
 from turnwise.errors import DataError
 from turnwise.losses.table import Settings
@@ -52,7 +52,7 @@ class Ppo:
 
         name: str = "ppo"
         loss_fn: str = Field(default="ppo", description=FreeLoss.model_fields["loss_fn"].description)
-        gae: Literal["token", "turn", "bilevel"] = Field(
+        gae: Level = Field(
             default="token",
             description="What one step of the advantage's recursion is: a token or a turn; bilevel takes turns "
             "first, then tokens.",
@@ -76,8 +76,8 @@ class Ppo:
         positive_nll: float = Field(
             default=0.0,
             ge=0,
-            description="Add so many times the mean negative log-likelihood of the step's successful attempts to the "
-            "loss; VAPO uses 0.1.",
+            description="Weight of the mean negative log-likelihood of the step's successful attempts, which is added "
+            "to the loss; VAPO uses 0.1.",
         )
 
         default_loss = "ppo"

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from turnwise.credit.advantages import leave_one_out
+from turnwise.credit.weights import Normalisation
 from turnwise.methods.base import MethodSetup
 from turnwise.methods.grpo import CreditedByTurn, GroupRelative
-from turnwise.methods.options import FreeLoss, Normalisation, Weighed
+from turnwise.methods.options import FreeLoss, Weighed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

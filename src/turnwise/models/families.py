@@ -69,7 +69,7 @@ def llama_block(config: ModelJson) -> BlockSpec:
 
 
 def qwen3_block(config: ModelJson) -> BlockSpec:
-    """As `llama_block`, with a norm on each query and key head."""
+    """The block of `llama_block`, with a norm on each query and key head."""
     return replace(llama_block(config), head_norm="rms")
 
 
@@ -91,7 +91,7 @@ def scaled_logits(setting: str, *, divides: bool = False) -> Callable[[ModelJson
 
 
 def capped_logits(config: ModelJson) -> LogitRule:
-    """As in Gemma 2; a config that does not name the cap has none."""
+    """The block of Gemma 2. A config that does not name the cap has none."""
     return LogitRule(softcap=config.get("final_logit_softcapping"))
 
 

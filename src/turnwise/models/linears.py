@@ -64,7 +64,7 @@ ROUTERS = ("gate", "router")
 
 
 def can_be_adapted(name: str) -> bool:
-    """Whether an adapter can lie on a linear of this name: one of a layer, and not a part of what chooses experts."""
+    """Whether a linear of this name can have an adapter: it belongs to a layer, and is no part of a router."""
     *parents, _ = name.split(".")
     return ".layers." in f".{name}" and not set(ROUTERS) & set(parents)
 

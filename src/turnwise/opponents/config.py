@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from turnwise.envs.seats import OPPONENT_DEADLINE_S
-from turnwise.runtime.section import Section
+from turnwise.runtime.section import ONE_OR_MORE, Section
 
 
 class OpponentConfig(Section):
@@ -40,7 +40,7 @@ class OpponentConfig(Section):
         description="With env.options.opponent=self: train the policy's own seat, or both seats, each with its own "
         "group and baseline.",
     )
-    panel: tuple[str, ...] = Field(
+    panel: Annotated[tuple[str, ...], ONE_OR_MORE] = Field(
         default=(),
         description="Opponents of every evaluation, such as [base, tough]. Each plays all held-out tasks. Empty: the "
         "opponent of training; with self or pool, the base model and the world's first script.",
@@ -73,9 +73,3 @@ class OpponentConfig(Section):
         description="With env.options.opponent=pool: keep the files of snapshots that the pool or a kept checkpoint "
         "has, or of all, for a tournament of them.",
     )
-
-    @field_validator("panel", mode="before")
-    @classmethod
-    def _one_or_more(cls, panel: object) -> object:
-        """`opponent.panel=base` means a list of one."""
-        return ((panel,) if panel else ()) if isinstance(panel, str) else panel

@@ -18,6 +18,8 @@ from turnwise.types import ModelInput, SamplingParams
 
 RATE_LIMIT_WAIT_S = 1.0
 """How long we wait after an answer 429 that does not say how long."""
+LEAST_WAIT_S = 0.1
+"""How long we wait where we are asked to wait for less, such as 0 s, so that nobody is asked without a pause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ class AddressOpponent:
             try:
                 return await self.model.answer(dialogue)
             except JudgeBusyError as busy:
-                wait_s = busy.wait_s if busy.wait_s is not None else RATE_LIMIT_WAIT_S
+                wait_s = RATE_LIMIT_WAIT_S if busy.wait_s is None else max(busy.wait_s, LEAST_WAIT_S)
                 if busy.wait_s is None and not busy.is_rate_limit:
                     raise
                 if time.monotonic() + wait_s >= ends_s:

@@ -86,7 +86,7 @@ class OpponentPool:
             return max(reversed(self.snapshots), key=lambda name: ratings.get(name, -math.inf), default=None)
 
     def ratings(self) -> dict[str, float]:
-        """The Elo of everybody with a game, with mean 0. Games of the policy against what it was last say nothing."""
+        """The Elo of every player that has a game, with mean 0. Games of the policy against itself are left out."""
         with self._lock:
             games = [
                 (own, other, *counts)

@@ -45,7 +45,7 @@ def two_sided(world: World) -> TwoSidedWorld | None:
     """The two-sided world inside a world and its wrappers (a reward, a judge); None if there is none."""
     while isinstance(world, WorldWrapper):
         world = world.inner
-    return world if isinstance(world, TwoSidedWorld) else None
+    return world if isinstance(world, TwoSidedWorld) and getattr(world, "has_two_sides", True) else None
 
 
 def seat(world: World, choose: Callable[[Task, int], Opponent], deadline_s: float = OPPONENT_DEADLINE_S) -> World:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, permutations
@@ -22,9 +22,17 @@ from itertools import combinations, permutations
 import numpy as np
 
 from turnwise.envs.base import Task, assistant
-from turnwise.envs.seats import OPPONENT_DEADLINE_S, WON_SHARES, Opponent, ScriptedOpponent, TwoSidedWorld, result_of
+from turnwise.envs.seats import (
+    OPPONENT_DEADLINE_S,
+    WON_SHARES,
+    Opponent,
+    ScriptedOpponent,
+    TwoSidedWorld,
+    result_of,
+    scripted_seats,
+)
 from turnwise.envs.splits import random_for
-from turnwise.errors import AttemptFailed, DataError, Party
+from turnwise.errors import AttemptFailed, ConfigError, DataError, Party
 from turnwise.opponents.elo import elo_ratings
 from turnwise.trajectory import Message
 
@@ -80,7 +88,7 @@ class Standings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TournamentLimits:
-    """How the games are played, whoever plays."""
+    """How the games are played, for all players."""
 
     deadline_s: float = OPPONENT_DEADLINE_S
     """Seconds for one reply."""
@@ -89,6 +97,17 @@ class TournamentLimits:
 
 
 DEFAULT_LIMITS = TournamentLimits()
+
+
+def check_seats(world: TwoSidedWorld, names: Iterable[str]) -> None:
+    """Refuse scripts that know one seat only: in the other one they would say things that mean nothing there."""
+    seats = scripted_seats(world)
+    script = next((name for name in names if name in world.scripted_opponents), None)
+    if script is not None and not {0, 1} <= set(seats):
+        raise ConfigError(
+            f"{script} is a script that plays seat {seats[0]} only, and in a tournament every player has both seats; "
+            "leave it out"
+        )
 
 
 async def play_tournament(
@@ -105,6 +124,7 @@ async def play_tournament(
     Args:
         on_game: Called after each game.
     """
+    check_seats(world, [name for name, player in players.items() if player is None])
     room = asyncio.Semaphore(limits.max_concurrency)
     pairs = [seating for pair in combinations(players, 2) for seating in (pair, pair[::-1])]
 

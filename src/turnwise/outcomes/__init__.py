@@ -10,6 +10,13 @@ pairwise.py        compares the attempts of a group two by two
 
 from turnwise.outcomes.labelled import LabelledAttempt
 from turnwise.outcomes.model import OutcomeModel, open_outcome_model
-from turnwise.outcomes.world import OutcomeWorld, attach_outcome_model
+from turnwise.outcomes.world import OutcomeWorld, attach_outcome_model, has_outcome_model
 
-__all__ = ["LabelledAttempt", "OutcomeModel", "OutcomeWorld", "attach_outcome_model", "open_outcome_model"]
+__all__ = [
+    "LabelledAttempt",
+    "OutcomeModel",
+    "OutcomeWorld",
+    "attach_outcome_model",
+    "has_outcome_model",
+    "open_outcome_model",
+]

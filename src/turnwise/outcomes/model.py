@@ -150,7 +150,7 @@ def read_ids(renderer: Renderer, conversation: Sequence[Message]) -> list[int]:
 
 
 def cut_middle(ids: list[int], max_tokens: int) -> list[int]:
-    """The ids; of more than `max_tokens` the first quarter of so many, which says what the task is, and the newest.
+    """The ids. Of a longer conversation, the first quarter of `max_tokens`, which has the task, and then the newest.
 
     >>> cut_middle([1, 2, 3, 4, 5, 6, 7, 8, 9], 4)
     [1, 7, 8, 9]

@@ -8,6 +8,7 @@ The world's own verdict is kept: whether the two agree is logged at every step, 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from turnwise.envs.base import Env, EnvStep, Task, World
 from turnwise.envs.joint import leaves
@@ -58,10 +59,21 @@ class OutcomeEnv(EnvWrapper):
         return fork
 
 
+def has_outcome_model(world: World) -> bool:
+    """Whether an outcome model scores the world's attempts; it must be loaded before it can be asked."""
+    return any(_outcome_models(world))
+
+
 def attach_outcome_model(world: World, service: ModelSource) -> None:
     """If an outcome model scores the world's attempts, load it with `service`, which holds the run's own models."""
+    for model in _outcome_models(world):
+        if not model.is_attached:
+            model.attach(service)
+
+
+def _outcome_models(world: World) -> Iterator[OutcomeModel]:
     for one in leaves(world).values():
         while isinstance(one, WorldWrapper):
-            if isinstance(one, OutcomeWorld) and not one.model.is_attached:
-                one.model.attach(service)
+            if isinstance(one, OutcomeWorld):
+                yield one.model
             one = one.inner

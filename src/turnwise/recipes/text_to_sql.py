@@ -1,4 +1,4 @@
-"""Text to SQL from Python: a world with options of your choice, a warm-up, GRPO, and what came of it.
+"""Text to SQL from Python: a world with options of your choice, a warm-up, GRPO, and the result.
 
     python -m turnwise.recipes.text_to_sql --model smollm2
     python -m turnwise.recipes.text_to_sql --model tiny --warmup 2 --steps 2 --tasks 2 --held-out 4      # does it run?

@@ -23,7 +23,6 @@ from turnwise.renderers.encoding import (
     has_thinking,
     reply_text,
     stop_ids_of,
-    text_to_reply,
     without_thinking,
 )
 from turnwise.trajectory import Message
@@ -96,8 +95,7 @@ class ChatML:
         return Extension([*prompt_ids, *sampled_ids, *between], is_append_only=True)
 
     def parse(self, sampled_ids: Sequence[int]) -> Message:
-        is_stopped = bool(sampled_ids) and sampled_ids[-1] in self._stop_ids
-        return text_to_reply(self._encoding.ids_to_text(sampled_ids[:-1] if is_stopped else sampled_ids))
+        return self._encoding.ids_to_reply(sampled_ids, self._stop_ids)
 
     def encode_reply(self, reply: Message) -> list[int]:
         return [*self._encoding.text_to_ids(reply_text(reply)), self._end_id]

@@ -60,6 +60,12 @@ class TextEncoding:
         """Decode every id. Control tokens become their text; bytes that are not UTF-8 become U+FFFD."""
         return self._marked.decode(list(ids), skip_special_tokens=False)
 
+    def ids_to_reply(self, sampled_ids: Sequence[int], stop_ids: Sequence[int]) -> Message:
+        """The assistant's message. Its content is the whole text but a stop at the end; `tool_calls` are its calls."""
+        is_stopped = bool(sampled_ids) and sampled_ids[-1] in stop_ids
+        text = self.ids_to_text(sampled_ids[:-1] if is_stopped else sampled_ids)
+        return Message(role="assistant", content=text, tool_calls=parse_tool_calls(text).calls)
+
     def split_at_control(self, text: str) -> list[str]:
         """Split into text (maybe empty) and control tokens, in turn."""
         return self._control_pattern.split(text) if self.control_ids else [text]
@@ -76,11 +82,6 @@ def stop_ids_of(tokenizer: Any, end_id: int) -> tuple[int, ...]:
     return (end_id,) if eos_id is None or eos_id == end_id else (end_id, int(eos_id))
 
 
-def text_to_reply(text: str) -> Message:
-    """Make the assistant's message. Its content is the whole text, and `tool_calls` are the calls in it."""
-    return Message(role="assistant", content=text, tool_calls=parse_tool_calls(text).calls)
-
-
 def has_thinking(text: str) -> bool:
     return THINKING_END in text
 
@@ -91,7 +92,7 @@ def without_thinking(text: str) -> str:
 
 
 def reply_text(reply: Message) -> str:
-    """The text that the model must say so that `text_to_reply` gives this message."""
+    """The text that the model must say so that `ids_to_reply` gives this message."""
     if reply.role != "assistant":
         raise DataError(f"a message of {reply.role}; only an assistant's message is a reply")
     if reply.tool_calls and not parse_tool_calls(reply.content).calls:

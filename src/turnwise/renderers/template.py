@@ -21,7 +21,7 @@ from typing import Any
 
 from turnwise.errors import ConfigError, DataError
 from turnwise.renderers.base import Extension
-from turnwise.renderers.encoding import TextEncoding, has_thinking, reply_text, stop_ids_of, text_to_reply
+from turnwise.renderers.encoding import TextEncoding, has_thinking, reply_text, stop_ids_of
 from turnwise.trajectory import Message
 
 _QUESTION = Message(role="user", content="What is 2+2?")
@@ -94,8 +94,7 @@ class TemplateRenderer:
         return Extension([*prompt_ids, *sampled_ids, *after], is_append_only=True)
 
     def parse(self, sampled_ids: Sequence[int]) -> Message:
-        is_stopped = bool(sampled_ids) and sampled_ids[-1] in self._stop_ids
-        return text_to_reply(self._encoding.ids_to_text(sampled_ids[:-1] if is_stopped else sampled_ids))
+        return self._encoding.ids_to_reply(sampled_ids, self._stop_ids)
 
     def encode_reply(self, reply: Message) -> list[int]:
         mark = _unused_character([reply])

@@ -24,6 +24,7 @@ from turnwise.retriever.corpus import Corpus, Hit
 from turnwise.retriever.dense import DenseIndex, VectorKind, choose_vectors
 from turnwise.retriever.embeddings import Embedder, StaticEmbedder
 from turnwise.retriever.lexical import Bm25Index, Progress, Ranked, no_progress
+from turnwise.runtime.checksum import sha256_of
 
 IndexKind = Literal["bm25", "dense", "hybrid"]
 INDEX_KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
@@ -183,7 +184,7 @@ def _is_whole(place: Path, *, reads_all: bool = False) -> bool:
 
 def _describe(file: Path) -> dict[str, int | str]:
     found = file.stat()
-    return {"bytes": found.st_size, "time_ns": found.st_mtime_ns, "sha256": _checksum(file)}
+    return {"bytes": found.st_size, "time_ns": found.st_mtime_ns, "sha256": sha256_of(file)}
 
 
 def _is_same(file: Path, written: dict[str, int | str], *, reads_all: bool) -> bool:
@@ -193,14 +194,9 @@ def _is_same(file: Path, written: dict[str, int | str], *, reads_all: bool) -> b
         return False
     if found.st_mtime_ns == written["time_ns"] and not reads_all:
         return True
-    return _checksum(file) == written["sha256"]
+    return sha256_of(file) == written["sha256"]
 
 
 def _files(folder: Path) -> list[str]:
     files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     return sorted(name for name in files if name != _MANIFEST)
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

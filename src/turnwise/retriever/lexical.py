@@ -75,7 +75,7 @@ def _told(texts: Sequence[str], what: str, report: Progress) -> Iterator[str]:
 
 
 class _ToldPasses(list[list[int]]):
-    """Passages as ids, telling how far whoever goes through them is. bm25s does so `_PASSES` times."""
+    """Passages as ids; reading them reports the progress. bm25s reads them `_PASSES` times."""
 
     def __init__(self, passages: Sequence[list[int]], report: Progress) -> None:
         super().__init__(passages)

@@ -207,8 +207,12 @@ class EnvCalls:
             deadline_s = limits.step_deadline_s
         try:
             return await call(Party.ENV, what, work, deadline_s=deadline_s, on_abandoned=self._count_abandoned)
-        except DeadlinePassed:
+        except DeadlinePassed as late:
             self._is_late = True
+            party = getattr(self._env, "waits_for", None)
+            if isinstance(party, Party):
+                detail = f"{what} still waited for the {party} when its time was over, {deadline_s:.3g} s"
+                raise AttemptFailed(party, detail) from late
             raise
 
     async def _run(self, what: str, args: tuple[object, ...]) -> Any:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from turnwise.envs.base import World
 from turnwise.envs.game import GameWorld
 from turnwise.envs.joint import leaf_of, leaves
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import RolloutLimits
-from turnwise.rollout.server_options import ServerOptions
+from turnwise.rollout.server_options import OTHER_SAMPLERS, ServerOptions
+from turnwise.runtime.section import ONE_OR_MORE
 
 DEFAULT_TURNS, DEFAULT_TOKENS, DEFAULT_CONTEXT = 8, 256, 4096
 """Bounds if neither the config nor the world or the model has one: turns, tokens of a reply and of an attempt."""
 
 MIN_REPLY_S, TOKEN_S = 120.0, 0.25
 """What a server gets for a reply, in all and for each of its tokens, where `server_deadline_s` does not say."""
-
-SERVER_BACKENDS = ("sglang", "vllm", "vllm_in_process")
-"""Backends of other people's samplers."""
 
 
 class RolloutConfig(RolloutLimits, ServerOptions):
@@ -71,7 +69,7 @@ class RolloutConfig(RolloutLimits, ServerOptions):
     )
     max_retries: int = Field(default=2, ge=0, description="How often to play a failed attempt again, in a new env.")
     max_concurrency: int = Field(default=64, ge=1, description="Attempts at the same time, over all groups.")
-    stop: tuple[str, ...] = Field(
+    stop: Annotated[tuple[str, ...], ONE_OR_MORE] = Field(
         default=(), description="Strings that end a reply, in addition to the format's end of turn."
     )
     on_unparsable: Literal["penalise", "mask", "end"] = Field(
@@ -107,18 +105,12 @@ class RolloutConfig(RolloutLimits, ServerOptions):
         "for a server whose whole weights are replaced.",
     )
 
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_or_more(cls, stop: object) -> object:
-        """`rollout.stop="\\n"` means a list of one."""
-        return ((stop,) if stop else ()) if isinstance(stop, str) else stop
-
     @model_validator(mode="after")
     def _options_fit_the_backend(self) -> Self:
         self.check_backend(self.backend)
         if self.backend == "sglang" and not self.use_conversation_multi_turn:
             raise NotImplementedError("`use_conversation_multi_turn=False` is not supported for SGLang backend")
-        if self.deterministic and self.backend in SERVER_BACKENDS:
+        if self.deterministic and self.backend in OTHER_SAMPLERS:
             raise ValueError(f"deterministic is not read with backend={self.backend}: a server batches as it likes")
         return self
 

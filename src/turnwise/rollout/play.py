@@ -171,7 +171,7 @@ class Player:
             turns=tuple(self._turns),
             end_reason=end_reason,
             failure=failure,
-            is_success=self._is_success,
+            is_success=self._is_success if failure is None else None,
             metrics=self._metrics,
             duration_s=self._clock.spent_s,
             branch=self._attempt.branch,

@@ -287,7 +287,8 @@ class _SeatEnv:
 
     async def step(self, reply: Message) -> EnvStep:
         is_read = self._table.move(reply)
-        return dataclasses.replace(await self._wait(is_read), labels=self._labels())
+        is_action = bool(getattr(self._table.game, "was_action", False))  # before the other seat moves
+        return dataclasses.replace(await self._wait(is_read), is_action=is_action, labels=self._labels())
 
     async def _wait(self, is_read: bool) -> EnvStep:
         if await self._table.wait_for(self._seat):
@@ -316,13 +317,13 @@ class _SeatEnv:
 
 
 def _fail_together(trajectories: Sequence[Trajectory | None]) -> list[Trajectory | None]:
-    """If one seat failed, mark the other seats of the game as failed too."""
+    """If one seat failed, mark the other seats of the game as failed too; what the game said of them does not count."""
     first = next((t for t in trajectories if t is not None and t.failure is not None), None)
     if first is None or first.failure is None:
         return list(trajectories)
     shared = dataclasses.replace(first.failure, detail=f"another seat of the game failed: {first.failure.detail}")
     return [
-        dataclasses.replace(t, end_reason=EndReason.FAILED, failure=shared)
+        dataclasses.replace(t, end_reason=EndReason.FAILED, failure=shared, is_success=None)
         if t is not None and t.failure is None
         else t
         for t in trajectories

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
@@ -19,6 +20,29 @@ START_OPTIONS = ("server_python", "server_args", "tensor_parallel_size", "server
 """Read only where a run starts a server of its own."""
 SHARED_OPTIONS = ("gpu_memory_utilization", "max_num_seqs")
 """Read by a server that the run starts, and by the engine in this process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherSampler:
+    """What a run knows of a shipped backend before the backend and its packages are loaded."""
+
+    takes_whole: bool = False
+    """It takes whole weights (`rollout.publish=weights`)."""
+    reads_memory: bool = False
+    """It can read them in the memory of the trainer (`rollout.weight_transfer=ipc`)."""
+    gpu_share: float = 0.0
+    """About the share of a GPU's memory that a server takes where `rollout.gpu_memory_utilization` does not say; 0: the
+    run starts no server."""
+
+
+OTHER_SAMPLERS: Mapping[str, OtherSampler] = {
+    "sglang": OtherSampler(takes_whole=True, gpu_share=0.9),
+    "vllm": OtherSampler(takes_whole=True, reads_memory=True, gpu_share=0.9),
+    "vllm_in_process": OtherSampler(takes_whole=True, reads_memory=True),
+}
+"""Shipped backends that sample with somebody else's engine, and never with the trainer's. One of your own may do so."""
+NO_OTHER = OtherSampler()
+"""Stands for a backend that is none of these."""
 
 
 class ServerOptions(Section):

@@ -55,7 +55,7 @@ class RolloutStats:
         self.dropped: Counter[str] = Counter()
         """Number of attempts that are not trained on, by reason."""
         self.failures = FirstFailures()
-        """Is told every failure as it happens; a run has one for all its rollouts."""
+        """A function that is called with every failure as it happens; all rollouts of a run share it."""
         self._counts: Counter[str] = Counter()
         self._waited_s: defaultdict[str, float] = defaultdict(float)
 

@@ -10,14 +10,22 @@ from typing import Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from turnwise.config.config import Config
-from turnwise.config.files import Tree, build_section, config_to_tree, override_config, parse_yaml, tree_to_config
+from turnwise.config.files import (
+    Tree,
+    build_section,
+    config_to_tree,
+    names_in,
+    override_config,
+    parse_yaml,
+    tree_to_config,
+)
 from turnwise.errors import ConfigError
+from turnwise.rounds.tables import POOLS
 from turnwise.runtime.section import Section
 from turnwise.runtime.suggest import did_you_mean
 
 SECTION = "flywheel"
-TRAINED_STAGES = ("continued", "sft", "preference", "rl")
-"""The stages of a round that train, in the order in which they do."""
+PRESETS = resources.files("turnwise.rounds") / "presets"
 WORDS = ("verifier", "judge", "pairwise", "none")
 """Sources of verdicts; anything else is the directory of an outcome model."""
 Dial = Literal["rising", "fixed", "uniform"]
@@ -40,7 +48,7 @@ class FlywheelConfig(Section):
     refresh_verdict: int = Field(
         default=0,
         ge=0,
-        description="For the directory of an outcome model: train it again before every so many rounds, on the "
+        description="For the directory of an outcome model: number of rounds after which it is trained again, on the "
         "attempts so far that the world's verifier has judged; 0: never.",
     )
     judge_model: str = Field(default="", description="The judge's model; a name at judge_url, or a model of turnwise.")
@@ -78,7 +86,7 @@ class FlywheelConfig(Section):
 
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
-        if not any(self.steps_of(stage) for stage in TRAINED_STAGES):
+        if not any(self.steps_of(stage) for stage in POOLS):
             raise ValueError("continued_steps, sft_steps, preference_steps and rl_steps are all 0; nothing would learn")
         if self.refresh_verdict and self.verdict in WORDS:
             raise ValueError(
@@ -124,9 +132,9 @@ class FlywheelConfig(Section):
     def stage_steps(self) -> Mapping[str, int]:
         """The steps of each stage that trains; without routing all of them are supervised."""
         if self.routing:
-            return {stage: self.steps_of(stage) for stage in TRAINED_STAGES}
-        total = sum(self.steps_of(stage) for stage in TRAINED_STAGES)
-        return {stage: total if stage == "sft" else 0 for stage in TRAINED_STAGES}
+            return {stage: self.steps_of(stage) for stage in POOLS}
+        total = sum(self.steps_of(stage) for stage in POOLS)
+        return {stage: total if stage == "sft" else 0 for stage in POOLS}
 
 
 class FlywheelFile(Section):
@@ -147,7 +155,7 @@ class FlywheelFile(Section):
 
 def preset_names() -> list[str]:
     """The flywheels that ship with the package."""
-    return sorted(file.name.removesuffix(".yaml") for file in _presets().iterdir() if file.name.endswith(".yaml"))
+    return names_in(PRESETS)
 
 
 def read_file(target: str | Path, overrides: Sequence[str] = ()) -> FlywheelFile:
@@ -175,7 +183,7 @@ def _is_said(key: str, overrides: Sequence[str]) -> bool:
 
 def _text(target: str | Path) -> str:
     if str(target) in preset_names():
-        return (_presets() / f"{target}.yaml").read_text(encoding="utf-8")
+        return (PRESETS / f"{target}.yaml").read_text(encoding="utf-8")
     path = Path(target).expanduser()
     try:
         return path.read_text(encoding="utf-8")
@@ -184,7 +192,3 @@ def _text(target: str | Path) -> str:
         raise ConfigError(
             f"{target} cannot be read as a flywheel{near}; expected a YAML file, or one of {', '.join(preset_names())}"
         ) from cause
-
-
-def _presets() -> Any:
-    return resources.files("turnwise.rounds") / "presets"

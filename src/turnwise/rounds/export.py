@@ -15,7 +15,6 @@ from turnwise.credit.preferences import PreferencePair
 from turnwise.errors import ConfigError
 from turnwise.rounds.store import PlayedAttempt, PoolStore
 from turnwise.rounds.tables import POOLS
-from turnwise.rounds.verdicts import dialogue_of
 from turnwise.runlog.arrays import messages_to_json
 from turnwise.runtime.suggest import did_you_mean
 from turnwise.training.pairs import StoredPair, write_pairs
@@ -58,7 +57,7 @@ def _sample(store: PoolStore, attempt_id: int, extra: Mapping[str, Any]) -> dict
         **extra,
         "world": store.meta("world"),
         "base_model": store.meta("base_model"),
-        "messages": json.loads(messages_to_json(dialogue_of(attempt.trajectory))),
+        "messages": json.loads(messages_to_json(attempt.trajectory.messages)),
         "trajectory": trajectory_to_json(attempt.trajectory),
     }
 

@@ -21,7 +21,6 @@ from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
 from turnwise.outcomes.model import open_outcome_model
 from turnwise.rounds.config import FlywheelConfig
 from turnwise.rounds.store import PoolStore
-from turnwise.rounds.verdicts import dialogue_of
 from turnwise.training.orm import ATTEMPTS, SETTINGS, OrmConfig, train_outcome_model
 from turnwise.training.setup import make_service
 
@@ -73,7 +72,7 @@ def refresh(store: PoolStore, options: FlywheelConfig, config: Config, number: i
                 LabelledAttempt(
                     world=world,
                     task_id=without_level(one.task_id),
-                    messages=tuple(dialogue_of(one.trajectory)),
+                    messages=tuple(one.trajectory.messages),
                     label=bool(one.is_success),
                 )
                 for one in ordered

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 DATABASE = "flywheel.db"
 VERSION = "1"
-POOLS = ("sft", "rl", "preference", "continued")
+POOLS = ("continued", "sft", "preference", "rl")
+"""Each pool has a stage of the round that trains on it; the stages run in this order."""
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;

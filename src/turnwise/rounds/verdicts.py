@@ -1,4 +1,4 @@
-"""Who says which attempts are good: the world's verifier, a judge, an outcome model, or nobody."""
+"""What decides which attempts are good: the world's verifier, a judge, an outcome model, or nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from turnwise.rounds.store import AttemptVerdict, PlayedAttempt
 from turnwise.runtime.blocking import run_to_end
 from turnwise.training.orm import score_conversations
 from turnwise.training.setup import make_service
-from turnwise.trajectory import Message, Trajectory
+from turnwise.trajectory import Message
 
 MAX_REASON = 500
 ANSWERS = "judge.db"
@@ -63,14 +63,6 @@ def open_source(options: FlywheelConfig, config: Config, directory: Path, verdic
     if options.verdict == "pairwise":
         return PairwiseVerdict(options, config, directory)
     return OutcomeVerdict(options, config, directory, verdict)
-
-
-def dialogue_of(trajectory: Trajectory) -> list[Message]:
-    """The whole conversation of an attempt."""
-    messages = list(trajectory.start)
-    for turn in trajectory.turns:
-        messages += [turn.reply, *turn.observation]
-    return messages
 
 
 class Verifier:
@@ -158,7 +150,7 @@ class JudgeVerdict:
         return run_to_end(self._ask(attempts))
 
     async def _ask(self, attempts: Sequence[PlayedAttempt]) -> list[AttemptVerdict]:
-        answers = await asyncio.gather(*(self._judge.score(dialogue_of(one.trajectory)) for one in attempts))
+        answers = await asyncio.gather(*(self._judge.score(one.trajectory.messages) for one in attempts))
         return [
             AttemptVerdict(
                 attempt_id=one.id,
@@ -191,7 +183,7 @@ class PairwiseVerdict:
         return [verdict for group in groups.values() for verdict in run_to_end(self._compare(group))]
 
     async def _compare(self, group: Sequence[PlayedAttempt]) -> list[AttemptVerdict]:
-        dialogues = [dialogue_of(one.trajectory) for one in group]
+        dialogues = [one.trajectory.messages for one in group]
         shares = await win_shares(self._asked.model, self._options.rubric, dialogues, self._asked.answers)
         bound = self._options.threshold
         return [
@@ -214,7 +206,7 @@ class OutcomeVerdict:
         self._service = make_service(config, None)
 
     def judge(self, attempts: Sequence[PlayedAttempt]) -> list[AttemptVerdict]:
-        scores = score_conversations(self._model, [dialogue_of(one.trajectory) for one in attempts], self._service)
+        scores = score_conversations(self._model, [one.trajectory.messages for one in attempts], self._service)
         return [
             AttemptVerdict(attempt_id=one.id, source=self._source, score=score, is_good=score >= self._threshold)
             for one, score in zip(attempts, scores, strict=True)

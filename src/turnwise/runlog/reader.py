@@ -11,7 +11,7 @@ import json
 import math
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ from turnwise.runlog.schema import (
 )
 from turnwise.runtime.closing import ClosedOnExit
 from turnwise.trajectory import Branch, EndReason, Failure, Message, Trajectory, Turn
+
+Z2_95 = 1.959964**2
+"""For the end of Wilson's 95 % interval where no task succeeded: z^2 / (n + z^2)."""
 
 _ATTEMPT_COLUMNS = (
     "id, step, phase, outcome, task_id, attempt, stop_reason, is_success, reward, num_turns, num_sampled_tokens, "
@@ -158,9 +161,31 @@ class RunReader(ClosedOnExit):
         return json.loads(row[0])
 
     def evaluations(self) -> list[EvaluationRow]:
+        """All evaluations, oldest first.
+
+        One in which a limit cut every attempt short could not know that the world judges success. Where another one of
+        the run shows it, nobody succeeded there: else a policy that never comes to an end would have no success rate,
+        and would be left out of every mean.
+        """
         names = [field.name for field in fields(EvaluationRow)]
-        rows = self._db.execute(f"SELECT {', '.join(names)} FROM evaluations ORDER BY id")
-        return [EvaluationRow(**{name: _or_nan(row[name]) for name in names}) for row in rows]
+        found = self._db.execute(f"SELECT {', '.join(names)} FROM evaluations ORDER BY id").fetchall()
+        rows = [EvaluationRow(**{name: _or_nan(row[name]) for name in names}) for row in found]
+        if all(math.isnan(row.success) for row in rows):
+            return rows
+        return [self._without_success(row) if self._is_cut_short(row) else row for row in rows]
+
+    def _is_cut_short(self, row: EvaluationRow) -> bool:
+        """Whether attempts were played, none was judged, and none came to an end without a verdict."""
+        if not math.isnan(row.success) or math.isnan(row.reward):
+            return False
+        query = (
+            "SELECT 1 FROM trajectories WHERE phase = 'eval' AND step = ? AND is_success IS NULL AND stop_reason = ?"
+        )
+        return self._db.execute(query, (row.step, EndReason.TERMINATED)).fetchone() is None
+
+    @staticmethod
+    def _without_success(row: EvaluationRow) -> EvaluationRow:
+        return replace(row, success=0.0, success_low=0.0, success_high=Z2_95 / (row.num_tasks + Z2_95))
 
     def certificates(self) -> list[CertificateRow]:
         rows = self._db.execute("SELECT step, is_exact, content FROM certificates ORDER BY step")

@@ -40,7 +40,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 async def in_thread(work: Callable[[], T]) -> T:
     """The result of plain code that takes long; the event loop stays free.
 
-    The thread is the work's own, and nothing waits for it at the end of the process: whoever stops waiting leaves it.
+    The thread is the work's own, and nothing waits for it when the process ends. A caller that stops waiting leaves it.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import ssl
 from functools import cache
+from urllib.parse import urlsplit
 
 
 @cache
@@ -25,3 +27,30 @@ def open_port(host: str, port: int, backlog: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`, a name or an IP address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("[::1]"), is_loopback("10.0.0.1")
+    (True, True, True, False)
+    """
+    name = host.removeprefix("[").removesuffix("]")
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def is_on_this_machine(address: str) -> bool:
+    """Whether an address leads to this machine. It is a URL, or a host with or without a port.
+
+    >>> is_on_this_machine("http://localhost:8000/v1"), is_on_this_machine("[::1]:8000"), is_on_this_machine("a.org:80")
+    (True, True, False)
+    """
+    try:
+        return is_loopback(urlsplit(address if "//" in address else f"//{address}").hostname or "")
+    except ValueError:
+        return False

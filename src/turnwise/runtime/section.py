@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from turnwise.errors import ConfigError
 from turnwise.runtime.suggest import nearest
@@ -33,6 +33,15 @@ class Section(BaseModel):
         """Names of the options that are not at their defaults."""
         fields = type(self).model_fields.items()
         return [name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)]
+
+
+def _one_or_more(given: object) -> object:
+    return ((given,) if given else ()) if isinstance(given, str) else given
+
+
+ONE_OR_MORE = BeforeValidator(_one_or_more)
+"""For an option that takes several values: one text is a list of one, and an empty text is none. It is written
+`Annotated[tuple[str, ...], ONE_OR_MORE]`."""
 
 
 def explain(error: Mapping[str, Any]) -> str:

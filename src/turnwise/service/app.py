@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from turnwise import __version__
 from turnwise.client.engines import LoadedModel
 from turnwise.errors import CheckpointError, TurnwiseError
-from turnwise.service.config import ServeConfig, is_loopback
+from turnwise.runtime.network import is_on_this_machine
+from turnwise.service.config import ServeConfig
 from turnwise.service.failures import HttpFailure, log, log_internal, without_paths
 from turnwise.service.metrics import add_metrics
 from turnwise.service.named_policies import NamedPolicy
@@ -107,7 +108,7 @@ class Gate:
         service: Service | None = getattr(scope["app"].state, "service", None) if "app" in scope else None
         if service is not None and service.access.is_open:
             host = headers.get(b"host", b"").decode("latin-1")
-            if not is_loopback(_without_port(host)):
+            if not is_on_this_machine(host):
                 return _json(403, "without API keys this service answers on localhost only")
         return None
 
@@ -138,12 +139,6 @@ def _too_large(limit: int) -> JSONResponse:
 
 class _BodyTooLargeError(Exception):
     """A body without a declared length is larger than allowed."""
-
-
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0]
 
 
 def _json(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:

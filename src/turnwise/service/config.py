@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 
 from pydantic import Field, field_validator
 
 from turnwise.engine.config import EngineConfig
+from turnwise.runtime.network import is_loopback
 from turnwise.runtime.section import Section
 
 MIB = 1 << 20
@@ -77,13 +77,3 @@ class ServeConfig(Section):
     @property
     def is_loopback(self) -> bool:
         return is_loopback(self.host)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host.strip("[]") in ("localhost", ""):
-        return host != ""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

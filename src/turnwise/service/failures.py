@@ -31,7 +31,7 @@ class HttpFailure(TurnwiseError):  # noqa: N818
 
 
 def not_found(what: str) -> HttpFailure:
-    """The same answer for what does not exist and for what belongs to somebody else."""
+    """One answer for what does not exist and for what belongs to another key."""
     return HttpFailure(404, f"{what} not found")
 
 

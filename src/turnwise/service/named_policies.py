@@ -6,7 +6,6 @@ goes on and removes old checkpoints.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from turnwise.client.checkpoints import read_info, verify, write_directory
 from turnwise.errors import ConfigError
 from turnwise.models.directories import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from turnwise.runtime.checksum import sha256_of
 
 FOLDER = "policies"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -74,9 +74,7 @@ def keep_policies(policies: Sequence[NamedPolicy], data_dir: Path) -> tuple[Name
 def _keep(policy: NamedPolicy, root: Path) -> NamedPolicy:
     if read_info(policy.directory) is not None:  # written by us, with checksums
         verify(policy.directory)
-    with (policy.directory / ADAPTER_WEIGHTS).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    identity = f"{policy.name}-{digest}"
+    identity = f"{policy.name}-{sha256_of(policy.directory / ADAPTER_WEIGHTS)[:16]}"
 
     def copy(staged: Path) -> None:
         staged.mkdir()

@@ -34,8 +34,12 @@ SHORT_KEYWORDS = {"steps": ("train", "steps"), "directory": ("run", "dir")}
 """Keywords that stand for one option of a section."""
 
 
-def to_overrides(keywords: Mapping[str, Any]) -> list[str]:
-    """Keyword sections as `section.key=value`; None means "not given"."""
+def to_overrides(keywords: Mapping[str, Any], caller: str = "turnwise.train") -> list[str]:
+    """Keyword sections as `section.key=value`; None means "not given".
+
+    Args:
+        caller: The function that was given the keywords, for messages.
+    """
     known = list(Config.model_fields)
     overrides: list[str] = []
     _check_said_once(keywords)
@@ -48,7 +52,7 @@ def to_overrides(keywords: Mapping[str, Any]) -> list[str]:
             overrides.append(f"run.dir={_to_text(value)}")
         elif name not in (*known, SKYRL_SECTION):
             raise ConfigError(
-                f"{name} is no keyword of turnwise.train{_nearest_keyword(name)}; sections are {', '.join(known)}"
+                f"{name} is no keyword of {caller}{_nearest_keyword(name) or '.'} The sections are {', '.join(known)}"
             )
         elif name in SHORTHANDS and isinstance(value, str):
             overrides.append(f"{name}={value}")
@@ -122,6 +126,11 @@ def read_arguments(
     Args:
         objects: What is known of them already; the target and the keywords env and reward join it where they are some.
     """
+    if target is None:
+        raise ConfigError(
+            "turnwise.train(None): expected a preset, a YAML file, a world's name, a Config, an env class, or a world "
+            "as an object"
+        )
     keywords, overrides = dict(keywords), check_overrides_list(overrides)
     env, reward = keywords.get("env"), keywords.get("reward")
     if (loss := keywords.pop("loss", None)) is not None:

@@ -75,10 +75,7 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
     Args:
         objects: What the caller passed as Python objects in place of names in the config.
     """
-    world = make_played_world(config, objects)
-    if config.reward.model:
-        model = open_outcome_model(config.reward.model)
-        world = wrap_leaves(world, lambda inner: OutcomeWorld(inner=inner, model=model))
+    world = with_outcome_model(make_played_world(config, objects), config)
     for name, leaf in leaves(world).items() if config.warmup.steps else ():
         if not has_scripts(leaf):
             raise ConfigError(
@@ -103,6 +100,14 @@ def assemble(config: Config, facts: ModelFacts, objects: PythonObjects = NO_OBJE
         context_length=facts.context_length,
         shaping=make_shaping(config),
     )
+
+
+def with_outcome_model(world: World, config: Config) -> World:
+    """The world with the score of `reward.model` in the rewards of its attempts; as it is where there is none."""
+    if not config.reward.model:
+        return world
+    model = open_outcome_model(config.reward.model)
+    return wrap_leaves(world, lambda inner: OutcomeWorld(inner=inner, model=model))
 
 
 def check_pretraining(critic: CriticConfig, world: World) -> None:

@@ -122,7 +122,7 @@ class RunCheckpoints:
 
         Args:
             start: Where the run begins; it names the checkpoints that are there, and the best of them.
-            max_kept: The latest so many are kept, and the best beside them.
+            max_kept: How many of the latest are kept; the best one is kept too.
             critic: Saved with every checkpoint of the policy.
             delete: Deletes a checkpoint by its path; default: from the run's directory.
         """
@@ -145,9 +145,8 @@ class RunCheckpoints:
 
         Nothing is kept of the model before its first step (`start`): that is the base model.
         """
-        score = evaluation_score(row)
-        is_measured = row.label != "start" and not math.isnan(score)
-        return is_measured and (self._best is None or score >= evaluation_score(self._best))
+        is_measured = row.label != "start" and not math.isnan(evaluation_score(row))
+        return is_measured and (self._best is None or _is_as_good(row, self._best))
 
     async def keep_best(self, row: EvaluationRow) -> None:
         """From now on the checkpoint of that evaluation is the one that never goes for its age."""
@@ -340,12 +339,20 @@ def evaluation_score(row: EvaluationRow) -> float:
     return row.reward if math.isnan(row.success) else row.success
 
 
+def _is_as_good(row: EvaluationRow, best: EvaluationRow) -> bool:
+    """Where one of the two measured success, the other one had none to measure: all of its attempts were cut short."""
+    if math.isnan(row.success) and math.isnan(best.success):
+        return row.reward >= best.reward
+    own, other = (0.0 if math.isnan(one.success) else one.success for one in (row, best))
+    return own >= other
+
+
 def best_evaluation(run: RunReader, up_to: int | None = None) -> EvaluationRow | None:
     """The evaluation of the best checkpoint that is there, of equals the later; None where none was evaluated, or the
     run keeps no best.
 
     Args:
-        up_to: look at the first so many steps only.
+        up_to: look at no step after this one.
     """
     config = config_from_yaml(run.config_yaml, str(run.directory))
     if not config.eval.keep_best:

@@ -1,4 +1,4 @@
-"""The critic in a run: asked about attempts before the policy learns from them, then taught what came of them.
+"""The critic in a run: it values attempts before the policy learns from them, and then learns their returns.
 
 It is a `TrainingClient` of its own, with the loss `value`. Before the policy's first step it may be trained alone, on
 attempts of the policy as it is (`pretrain.py`); a critic that knows nothing gives advantages that are noise, and a
@@ -31,7 +31,7 @@ from turnwise.credit.values import (
 from turnwise.methods.base import Lesson
 from turnwise.renderers.base import Renderer
 from turnwise.training.metrics import strip_reductions
-from turnwise.trajectory import Message, Trajectory
+from turnwise.trajectory import Trajectory
 from turnwise.types import AdamParams, Datum
 
 NUM_PARTS = 5
@@ -83,7 +83,7 @@ class Critic:
         ]
 
     async def held_out_errors(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """How far its values are from what came of attempts that nobody learns from, by fifth of the attempt.
+        """The error of its values on attempts that are not trained on, by fifth of the attempt.
 
         What came is the plain return, whatever lambda its targets have. Only the states count that it learns: of
         every token, or of each turn's first.
@@ -160,15 +160,13 @@ class Critic:
         last = trajectory.turns[-1]
         if not trajectory.is_truncated or not last.observation:
             return ()
-        history: list[Message] = list(trajectory.start)
-        for turn in trajectory.turns[:-1]:
-            history += [turn.reply, *turn.observation]
+        history = replace(trajectory, turns=trajectory.turns[:-1]).messages
         ids = self._renderer.extend(last.prompt_ids, last.sampled_ids, last.observation, history=history).ids
         return ids if len(ids) <= self._max_tokens else ()
 
 
 MIN_RISE = 0.01
-"""A rise of the explained variance by so much counts as better."""
+"""The smallest rise of the explained variance that counts as better."""
 MIN_FALL = 0.02
 """A fall of the loss by this share of it counts as better. A critic that still learns the mean explains no variance
 yet, but its loss falls."""

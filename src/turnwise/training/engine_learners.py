@@ -49,7 +49,7 @@ class EngineLearners:
 
 
 def find_learners(trainer: TrainingClient, count: int) -> LearnerNews:
-    """The learners of a run that has so many."""
+    """The learners of a run, given their number."""
     if count == 1 or not isinstance(trainer, LocalTrainingClient):
         return OneLearner()
     engine = cast(Any, trainer.worker.engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,7 +53,11 @@ async def evaluate(
 async def play_panel(
     rollouts: Mapping[str, Rollout], tasks: Sequence[Task], *, seed: int, label: str, step: int
 ) -> Evaluation:
-    """`play_evaluation` against each opponent of a panel, one after the other; the row is over all of them."""
+    """`play_evaluation` against each opponent of a panel, one after the other; the row is over all of them.
+
+    If no game against one of them was judged, the row has no number: over the others it would not compare with other
+    evaluations.
+    """
     parts = {
         name: await play_evaluation(rollout, tasks, seed=seed, label=label, step=step)
         for name, rollout in rollouts.items()
@@ -66,7 +70,10 @@ async def play_panel(
         stats=RolloutStats.merged(part.played.stats for part in parts.values()),
     )
     rows = {name: part.row for name, part in parts.items()}
-    return Evaluation(row=summarize(played, label=label, step=step), played=played, by_opponent=rows)
+    row = summarize(played, label=label, step=step)
+    if not all(one.num_attempts for one in rows.values()):
+        row = replace(row, **_interval_columns(success=NOT_MEASURED, reward=NOT_MEASURED))
+    return Evaluation(row=row, played=played, by_opponent=rows)
 
 
 def metric_word(name: str) -> str:
@@ -125,14 +132,18 @@ def _mean_row(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> EvaluationRo
 
 
 def summarize(played: RolloutResult, *, label: str, step: int) -> EvaluationRow:
-    outcomes = _outcomes(played.groups)
+    """The numbers of an evaluation, with intervals over tasks. A task that several opponents played is one task."""
+    by_task: dict[str, list[TrajectoryGroup]] = {}
+    for group in played.groups:
+        by_task.setdefault(group.task_id, []).append(group)
+    outcomes = _outcomes(by_task.values())
     success = NOT_MEASURED if outcomes is None else success_interval(outcomes)
-    reward = mean_interval([group.rewards for group in played.groups])
+    reward = mean_interval([[reward for group in own for reward in group.rewards] for own in by_task.values()])
     failed = [len(group.failed) for group in (*played.groups, *played.dropped)]
     return EvaluationRow(
         step=step,
         label=label,
-        num_tasks=len(played.groups),
+        num_tasks=len(by_task),
         num_attempts=sum(len(group.trajectories) for group in played.groups),
         num_failed=sum(failed),
         **_interval_columns(success=success, reward=reward),
@@ -145,8 +156,9 @@ def _interval_columns(**intervals: Interval) -> dict[str, Any]:
     return {f"{name}{end}": getattr(one, part) for name, one in intervals.items() for end, part in ends.items()}
 
 
-def _outcomes(groups: Sequence[TrajectoryGroup]) -> list[list[bool]] | None:
+def _outcomes(tasks: Iterable[Sequence[TrajectoryGroup]]) -> list[list[bool]] | None:
     """By task; None when the env never says. An attempt that a limit cut short did not succeed."""
-    if all(t.is_success is None for group in groups for t in group.trajectories):
+    attempts = [[t for group in own for t in group.trajectories] for own in tasks]
+    if all(t.is_success is None for own in attempts for t in own):
         return None
-    return [[t.is_success is True for t in group.trajectories if t.is_judged] for group in groups]
+    return [[t.is_success is True for t in own if t.is_judged] for own in attempts]

@@ -135,7 +135,7 @@ class Heartbeat:
             self._give_up(f"a hard stop did not end the run within {HARD_STOP_S:.0f} s")
 
     def _give_up(self, detail: str) -> None:
-        """The event loop cannot end the run, so whoever started it has to; this thread has nothing more to do."""
+        """The event loop cannot end the run, so its starter has to; this thread has nothing more to do."""
         self._is_over.set()
         self._on_stuck(StalledError("event loop", detail))
 

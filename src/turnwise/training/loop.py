@@ -24,6 +24,7 @@ from turnwise.doctor import diagnose
 from turnwise.errors import LearnerError
 from turnwise.opponents.interface import RunOpponents
 from turnwise.renderers.base import Renderer
+from turnwise.rollout.config import SERVER_BACKENDS
 from turnwise.rollout.group import Rollout
 from turnwise.rollout.stats import FirstFailures
 from turnwise.runlog.reader import RunReader
@@ -149,11 +150,11 @@ class Loop:
         self._sampler = await self._publish()
         await self._evaluate_once("start", 0)
         await self._warm_up()
-        await self._pretrain_critic()
-        await self._publish_unread()
         if self._opponents is not None and self.num_steps and not self.done_step:
             work = self._opponents.before_first_step(self._trainer)
             await self.watchdog.call("trainer", "save the policy for the pool of opponents", work)
+        await self._pretrain_critic()
+        await self._publish_unread()
         self._phase("training")
         num_done = self.done_step * self._config.train.accumulate
         self.supply.open(self._sampler, num_done, self._state, self._num_batches)
@@ -350,7 +351,8 @@ class Loop:
     async def _publish_unread(self) -> None:
         """Begin a synchronous step with nothing read: prompts of an evaluation stay cached under their weights, and a
         prompt that begins like them is then rounded otherwise than in a resumed run, which does not evaluate again."""
-        if self._is_read and not self._config.train.max_staleness:
+        is_server = self._config.rollout.backend in SERVER_BACKENDS  # it rounds by what else is in its batch anyway
+        if self._is_read and not self._config.train.max_staleness and not is_server:
             self._sampler = await self._publish()
             self.supply.publish(self._sampler)
 
@@ -437,7 +439,7 @@ class Loop:
         return await self._interrupt.unless(work)
 
     async def _judge_critic(self, evaluation: Evaluation) -> None:
-        """How far the critic's values are from what came of held-out attempts."""
+        """The error of the critic's values on held-out attempts."""
         groups = [shape_group(group, self._parts.shaping) for group in evaluation.played.groups]
         trajectories = [one for group in groups for one in group.trajectories]
         if self._critic is None or not trajectories:
@@ -493,5 +495,5 @@ class Loop:
 
 
 def _is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps, or never if that is 0, happens after `step` of them."""
+    """Whether something that is due every `every` steps (0: never) is due after step `step`."""
     return bool(every and step and step % every == 0)

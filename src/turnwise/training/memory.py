@@ -52,7 +52,7 @@ class Memory:
     is_recomputed: bool = False
     """The pass keeps each layer's input only: all activations would be more than there is room for."""
     num_part_tokens: int = 0
-    """A dialogue that is longer than a pass runs in parts of so many tokens (`engine/model/parts.py`); 0: whole."""
+    """Tokens of a part, if dialogues longer than a pass run in parts (`engine/model/parts.py`); 0: they run whole."""
     is_pass_chosen: bool = False
     """The user set the length of a pass."""
     learners: int = 1
@@ -196,7 +196,7 @@ def check_sharded(config: Config, facts: ModelFacts, device: DeviceInfo) -> None
     if config.rollout.backend == "local" and device.facts.has_own_memory and not config.cluster.has_own_samplers:
         raise ConfigError(
             "cluster.shard=true with rollout.backend=local: the sampler of this process would gather the model for "
-            "every token; use rollout.backend=vllm (or sglang, for adapters) with rollout.tensor_parallel_size, or "
+            "every token; use rollout.backend=vllm or sglang with rollout.tensor_parallel_size, or "
             "cluster.placement=separate if the model fits one GPU for sampling"
         )
 

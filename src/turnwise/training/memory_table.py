@@ -107,7 +107,7 @@ def table() -> str:
 
 
 def parts_table() -> str:
-    """Markdown: what must be on each card when so many learners hold the weights in parts, and the smallest card."""
+    """Markdown: what each card must hold, by the number of learners that share the weights, and the smallest card."""
     heads = ["Model", "trained", *(f"{count} learner{'s' * (count > 1)}" for count in DEVICES)]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for name in SHAPES:
@@ -119,7 +119,7 @@ def parts_table() -> str:
 
 
 def planned_bytes(num_tokens: int) -> int:
-    """What the plan says that training all weights of `MEASURED_MODEL` takes, with a pass of so many tokens."""
+    """Bytes that the plan names for training all weights of `MEASURED_MODEL` with a pass of `num_tokens` tokens."""
     memory, facts = memory_of(MEASURED_MODEL, "full", max(CARDS.values())), facts_of_shape(MEASURED_MODEL)
     one_pass = training_pass_bytes(facts, memory.device, num_tokens, rank=0, train_unembed=False)
     return memory.weights + memory.adapter + one_pass

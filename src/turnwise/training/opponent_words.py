@@ -133,6 +133,7 @@ def check_opponents(config: Config, world: World) -> None:
     if moving:
         raise ConfigError("opponent.panel=pool changes from step to step; expected opponents that stay as they are")
     _check_unread(config.opponent, changed, {source.kind for source in sources}, sided)
+    _check_loads(config, world, changed)
     if config.opponent.train == "both":
         _check_both(config, world, sided)
     if sided.opponent == POOL:
@@ -179,6 +180,16 @@ def _check_unread(config: OpponentConfig, changed: Sequence[str], kinds: set[Kin
         raise ConfigError(f"{option} is not read by env.options.opponent={sided.opponent}; leave it out")
     if kinds & {"address", "tinker"} and not config.model:
         raise ConfigError("opponent.model is empty; an address needs the name of the model that is asked there")
+
+
+def _check_loads(config: Config, world: World, changed: Sequence[str]) -> None:
+    """Refuse options of a model that is loaded beside the policy's where none is."""
+    found = next((one for one in changed if one in ("opponent.device", "opponent.kv_cache_gib")), None)
+    if found is not None and not config.model.base_url and not _other_bases(config, world):
+        raise ConfigError(
+            f"{found} is for an opponent of another base model, and here every opponent has the policy's own, which "
+            "samples where the policy does; leave it out"
+        )
 
 
 def _check_pool(config: Config) -> None:

@@ -46,12 +46,13 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.runlog.schema import AttemptRow
 from turnwise.runtime.blocking import run_to_end
 from turnwise.runtime.section import Section
+from turnwise.training.assemble import make_optim
 from turnwise.training.checkpoint import choose_checkpoint
 from turnwise.training.run import Run
 from turnwise.training.setup import AnyService, set_up_new, set_up_resume
 from turnwise.training.stored import origin_of, own_task
 from turnwise.training.task_order import ShuffledItems
-from turnwise.types import AdamParams, Datum
+from turnwise.types import Datum
 from turnwise.watch.observer import Observer
 from turnwise.watch.status import run_lock
 
@@ -227,12 +228,12 @@ def _open_source(source: str | Path) -> _FileSource | _RunSource:
         raise ConfigError(f"{source} is neither a run directory nor a .jsonl file of labelled attempts")
     with RunReader(path) as run:
         config = config_from_yaml(run.config_yaml, str(path))
-        rows = [row for row in run.attempts(phase="train") if row.is_success is not None]
+        rows = [row for row in run.attempts(phase="train") if row.is_success is not None and row.outcome != "failed"]
     return _RunSource(directory=path, config=config, rows=rows)
 
 
 def _equal_shares(counts: Sequence[int], most: int) -> list[int]:
-    """How many to take of each, `most` in all: equally many, as far as each has them."""
+    """How many to take of each, `most` in all: the same number of each, or all of one that has fewer."""
     shares = [0] * len(counts)
     for place, index in enumerate(sorted(range(len(counts)), key=counts.__getitem__)):
         shares[index] = min(counts[index], most // (len(counts) - place))
@@ -305,7 +306,7 @@ def best_of_n(
         for row in run.attempts(phase="eval"):
             if own_task(config, row.task_id) in learned:
                 left_out.add(row.task_id)
-            elif row.is_success is not None:
+            elif row.is_success is not None and row.outcome != "failed":
                 messages = [message for message, _ in run.dialogue(row.id)]
                 groups[row.step, row.task_id].append((messages, row.is_success))
     several = [group for group in groups.values() if len(group) > 1]
@@ -371,9 +372,10 @@ async def _train_classifier(
     limit = read_facts(resolve_model(options.model).directory).context_length
     train = [one for one in attempts if one.split == "train"]
     batches = ShuffledItems(train, options.batch_size, derive_seed(options.seed, "orm batches"))
+    optim = make_optim(Config(), options.learning_rate)
     while progress.step < options.steps:
         output = await client.forward_backward(_lessons(renderer, batches.batch(progress.step), limit), "value")
-        await client.optim_step(AdamParams(learning_rate=options.learning_rate, grad_clip_norm=1.0))
+        await client.optim_step(optim)
         progress.step += 1
         progress.losses.append(float(output.metrics["loss:sum"]))
         if progress.step % options.save_every == 0 or progress.step == options.steps:

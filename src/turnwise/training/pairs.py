@@ -4,7 +4,7 @@
     read_pairs(path)                      # [StoredPair, ...], each as it was played
 
 One row is one pair. `chosen` and `rejected` hold the whole dialogue, turn by turn; before `branch_turn` they are equal.
-Needs pyarrow: `pip install 'turnwise[pairs]'`.
+The file's metadata say how all of it was made (`read_provenance`). Needs pyarrow: `pip install 'turnwise[pairs]'`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from turnwise import __version__
 from turnwise.credit.preferences import PreferencePair
 from turnwise.errors import ConfigError, DataError
 from turnwise.runlog.arrays import messages_from_json, messages_to_json
 from turnwise.trajectory import Branch, EndReason, Message, Trajectory, Turn
 
 FORMAT_KEY = b"turnwise.pairs"
+MADE_KEY = b"turnwise.made"
 FORMAT = b"2"
 """Files of format 1 held a method's own mask and shaped rewards where they came from stored runs, and are refused."""
 
@@ -37,7 +39,7 @@ class StoredPair:
     kind: PairKind
     """How it was made: the best against the worst of some dialogues, or two continuations of one."""
     world: str
-    """As `env.name` names it; the path of a file is whole."""
+    """The world's name as in `env.name`; if that is a file, its absolute path."""
     model: str
     """The base model that sampled, as `model.name` names it; the path of a directory is whole."""
     run: str = ""
@@ -52,6 +54,27 @@ class StoredPair:
     """In a pair of kind dpo: the other dialogues of the task, neither the best nor the worst. No loss reads them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """How the pairs of a file were made."""
+
+    turnwise: str = __version__
+    policies: tuple[str, ...]
+    """Who played: a run, a checkpoint or a model; or the runs whose stored attempts were paired."""
+    config: str
+    """The config that was played with, as YAML: the world's options, the opponent, the sampling. Of stored attempts,
+    that of the first run."""
+    is_stored: bool = False
+    across_seeds: bool = False
+    samples: int = 0
+    """Attempts, or continuations, of a task; 0 for stored attempts."""
+    turn: str = ""
+    """The distribution of the turn at which dialogues of kind refuel branch; empty where nothing was drawn."""
+    num_attempts: int
+    num_sampled_tokens: int = 0
+    """Sampled by the policy, for pairs and for what was left out; 0 for stored attempts."""
+
+
 def check_can_write(path: Path) -> None:
     """Refuse a place that pairs cannot be written to, before they are made."""
     _pyarrow()
@@ -63,11 +86,14 @@ def check_can_write(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {cause.strerror}") from cause
 
 
-def write_pairs(path: Path, pairs: Sequence[StoredPair]) -> None:
+def write_pairs(path: Path, pairs: Sequence[StoredPair], made: Provenance | None = None) -> None:
     """Write a file; an existing one is replaced once the new one is whole."""
     pa, parquet = _pyarrow()
     check_can_write(path)
-    table = pa.Table.from_pylist([_to_row(stored) for stored in pairs], schema=_schema(pa))
+    schema = _schema(pa)
+    if made is not None:
+        schema = schema.with_metadata({**schema.metadata, MADE_KEY: json.dumps(asdict(made)).encode()})
+    table = pa.Table.from_pylist([_to_row(stored) for stored in pairs], schema=schema)
     part = path.with_name(f"{path.name}.part")
     try:
         parquet.write_table(table, part, compression="zstd")
@@ -120,6 +146,18 @@ def read_pairs(path: Path) -> list[StoredPair]:
     if not table.num_rows:
         raise DataError(f"{path} holds no pairs")
     return [_from_row(row) for row in table.to_pylist()]
+
+
+def read_provenance(path: Path) -> Provenance | None:
+    """How the pairs of a file were made; None for a file that does not say it."""
+    _, parquet = _pyarrow()
+    metadata: dict[bytes, bytes] = parquet.read_schema(path).metadata or {}
+    text = metadata.get(MADE_KEY)
+    if text is None:
+        return None
+    told: dict[str, Any] = json.loads(text)
+    told["policies"] = tuple(told["policies"])
+    return Provenance(**told)
 
 
 def _pyarrow() -> tuple[Any, Any]:

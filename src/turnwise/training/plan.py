@@ -234,8 +234,8 @@ def _active(facts: ModelFacts) -> str:
 
 def _adapters(model: ModelConfig, facts: ModelFacts) -> str:
     """Which layers have an adapter, and which do not."""
-    adapted, total = facts.adapted(model), format_count(facts.num_parameters)
-    left = [name for name in facts.linears if name not in adapted]
+    with_adapter, total = facts.adapted_linears(model), format_count(facts.num_parameters)
+    left = [name for name in facts.linears if name not in with_adapter]
     routers = [name for name in left if linear_kind(name) == "router"]
     others = [name for name in left if name not in routers]
     parts = [f"not adapted: {_short(others)}"] if others else []
@@ -244,9 +244,9 @@ def _adapters(model: ModelConfig, facts: ModelFacts) -> str:
         parts.append(f"routers are not adapted ({count} of {total} parameters; model.train_router=true adapts them)")
     for what, count in facts.frozen.items():
         parts.append(f"{what} cannot be adapted ({format_count(count)} of {total} parameters)")
-    ranks = {shape.rank(model) for shape in adapted.values() if shape.experts}
+    ranks = {shape.rank(model) for shape in with_adapter.values() if shape.experts}
     experts = [f"each of {facts.experts.num_experts} experts with rank {rank}" for rank in ranks if facts.experts]
-    return "; ".join([_short(adapted), *experts, *parts])
+    return "; ".join([_short(with_adapter), *experts, *parts])
 
 
 def _short(names: Iterable[str]) -> str:

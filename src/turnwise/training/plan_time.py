@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from turnwise.client.engines import load_tokenizer
 from turnwise.client.fake import ScriptedSampler
 from turnwise.config.config import Config
 from turnwise.envs.base import assistant
+from turnwise.models.tokenizer import load_tokenizer
 from turnwise.renderers.base import Renderer
 from turnwise.renderers.dialogue import DialogueTurn, dialogue_to_turns
 from turnwise.rollout.limits import RolloutLimits

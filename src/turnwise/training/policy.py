@@ -25,7 +25,8 @@ from turnwise.config.files import config_from_yaml, override_config
 from turnwise.envs.base import World, user
 from turnwise.envs.config import EnvConfig
 from turnwise.envs.joint import leaf_of
-from turnwise.errors import CheckpointError, ConfigError
+from turnwise.envs.registry import world_names
+from turnwise.errors import CheckpointError, ConfigError, DataError, ModelNotFoundError
 from turnwise.judges import attach_judge
 from turnwise.models import store as model_store
 from turnwise.models.directories import ADAPTER_CONFIG
@@ -382,7 +383,12 @@ def find_policy(
         return PolicySampler(config, checkpoint=target, objects=world.objects)
     check_is_there(target)
     config = read_config(world.name or DEFAULT_WORLD, [f"model={target}", *overrides])
-    find_model(config, report)  # a name that is neither is refused with what was tried
+    try:
+        find_model(config, report)  # a name that is neither is refused with what was tried
+    except ModelNotFoundError as cause:
+        if target in world_names():
+            raise ConfigError(f"{target} is a world; {EXPECTED_POLICY}, and the world as env={target}") from cause
+        raise
     return PolicySampler(config, objects=world.objects)
 
 
@@ -414,4 +420,10 @@ def _trained_part(checkpoint: Path) -> list[str]:
 def _to_messages(prompt: Prompt) -> list[Message]:
     if isinstance(prompt, str):
         return [user(prompt)]
-    return [one if isinstance(one, Message) else Message(**one) for one in prompt]  # pyright: ignore[reportArgumentType]
+    try:
+        return [one if isinstance(one, Message) else Message(**one) for one in prompt]  # pyright: ignore[reportArgumentType]
+    except TypeError as cause:
+        raise DataError(
+            f"prompt={prompt!r:.80} ({cause}); expected a text, or messages such as "
+            "[{'role': 'user', 'content': 'Hi.'}]"
+        ) from cause

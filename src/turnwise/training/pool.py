@@ -123,7 +123,7 @@ class Pool:
         self.consumed = LengthBias()
 
     def admit(self, num_steps: int) -> list[PoolEntry]:
-        """As many new groups as may start, given that the run ends after `num_steps` updates."""
+        """The new groups that may start now, if the run ends after `num_steps` updates."""
         num_done = sum(entry.state is GroupState.DONE for entry in self.entries.values())
         free = num_admissible(
             max_staleness=self._max_staleness,

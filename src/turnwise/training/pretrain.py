@@ -32,7 +32,7 @@ from turnwise.training.assemble import Parts, make_optim
 from turnwise.training.critic import Critic
 from turnwise.training.demonstrations import Demonstrations, has_scripts, read_demonstrations
 from turnwise.training.metrics import strip_reductions
-from turnwise.training.stored import read_critic_attempts
+from turnwise.training.stored import HeldOutTasks, read_critic_attempts
 from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import AdamParams, Datum
@@ -111,7 +111,7 @@ class Batches:
 
     @property
     def is_played(self) -> bool:
-        """The policy is sampled from."""
+        """The clients that sample from the policy."""
         return self._source == "rollouts"
 
     async def batch(self, index: int, sampler: SamplingClient) -> CriticBatch:
@@ -120,12 +120,16 @@ class Batches:
         if self._stored is None:
             config = self._parts.config
             is_script = self._source == "demonstrations"
-            stored = await self._demonstrations() if is_script else read_critic_attempts(self._source, config)
+            stored = await self._demonstrations() if is_script else self._read(self._source)
             rollout, train = self._parts.rollout, config.train
             self._stored = ShuffledItems(
                 stored, rollout.group_size * train.tasks_per_step, derive_seed(train.seed, "critic")
             )
         return CriticBatch(trajectories=self._stored.batch(index))
+
+    def _read(self, source: str) -> list[Trajectory]:
+        parts = self._parts
+        return read_critic_attempts(source, parts.config, HeldOutTasks(parts.config, parts.held_out))
 
     async def _play(self, index: int, sampler: SamplingClient) -> CriticBatch:
         parts = self._parts

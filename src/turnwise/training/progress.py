@@ -74,7 +74,7 @@ class Progress:
 
     @property
     def is_solved(self) -> bool:
-        """Nothing was left to learn for so long because every attempt succeeded."""
+        """The last steps had nothing to learn from, because every attempt succeeded."""
         return self.num_empty_steps >= self._max_empty_steps and set(self.why_empty) == {SOLVED}
 
     def check(self, batch: Batch, *, is_empty: bool) -> None:

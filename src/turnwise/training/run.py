@@ -47,7 +47,7 @@ from turnwise.training.table import MetricTable, UnknownMetricError
 from turnwise.watch.catalogue import find_metric
 from turnwise.watch.curve import SvgPicture, run_svg
 from turnwise.watch.loggers import MetricLogger, check_metric_loggers
-from turnwise.watch.observer import Observer, ObserverError
+from turnwise.watch.observer import Observer, ObserverError, check_observer
 from turnwise.watch.report import dialogue_lines, report_lines
 from turnwise.watch.status import is_training, read_status
 from turnwise.watch.terminal import open_view
@@ -114,7 +114,7 @@ def train(
 def start(target: Target, **arguments: Any) -> Run:
     """Start a run, with the arguments of `train`, and give it back at once; it goes on in a thread of its own.
 
-    `run.wait()` waits for the end. Code in an event loop waits so: `run = await tw.start(...).wait_async()`.
+    `run.wait()` waits for the end. In an event loop, write `run = await tw.start(...).wait_async()`.
 
     >>> import turnwise as tw
     >>> quick = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer()}
@@ -158,7 +158,7 @@ def evaluate(
     if reward is not None and not callable(reward):
         reward, sections["reward"] = None, reward
     world = WorldChoice.of(env, reward)
-    chosen = [*to_overrides(sections), *check_overrides_list(overrides)]
+    chosen = [*to_overrides(sections, "turnwise.eval"), *check_overrides_list(overrides)]
     if isinstance(target, PolicySampler):
         if step is not None:
             raise ConfigError(f"step={step!r}: {target} is one step already; take another with run.policy({step!r})")
@@ -228,7 +228,7 @@ class Run(ClosedOnExit):
         refuse_torchrun("a run that a Python program starts")
         setup = config if isinstance(config, Setup) else set_up_new(config)
         check_service(setup.config, service)
-        view = open_view(setup.config.train.steps) if observer is None else observer
+        view = open_view(setup.config.train.steps) if observer is None else check_observer(observer)
         run = cls(setup.directory)
         run._session = TrainingSession(setup, [view], service, on_stuck or run._give_up)
         run._session.claim()

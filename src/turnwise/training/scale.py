@@ -18,7 +18,7 @@ from turnwise.runlog.reader import RunReader, is_run
 from turnwise.training.checkpoint import saved_critic
 from turnwise.training.orm import SCORED_AT_ONCE, score_conversations
 from turnwise.training.policy import PolicySampler
-from turnwise.trajectory import Message, Trajectory, TrajectoryGroup
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.watch.curve import BudgetLine, budgets_svg
 from turnwise.watch.intervals import Interval
 from turnwise.watch.scaling import ScaleChange, ScaledAttempt, ScalePoint, scale_changes, scale_points
@@ -115,7 +115,7 @@ class OutcomeJudge:
 
     def score(self, attempts: Sequence[Trajectory], policy: PolicySampler) -> list[float]:
         self.model.attach(policy.service)  # pyright: ignore[reportArgumentType]
-        return score_conversations(self.model, [_messages(one) for one in attempts], policy.service)
+        return score_conversations(self.model, [one.messages for one in attempts], policy.service)
 
 
 def critic_of(policy: PolicySampler) -> CriticJudge:
@@ -173,13 +173,6 @@ def _names(groups: Sequence[TrajectoryGroup]) -> list[str]:
         times[group.task_id] += 1
         found.append(f"{group.task_id} {times[group.task_id]}")
     return found
-
-
-def _messages(trajectory: Trajectory) -> list[Message]:
-    messages = list(trajectory.start)
-    for turn in trajectory.turns:
-        messages += [turn.reply, *turn.observation]
-    return messages
 
 
 def _attempts(groups: Sequence[Sequence[Trajectory]], scores: Sequence[float] | None) -> list[list[ScaledAttempt]]:

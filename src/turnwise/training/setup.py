@@ -222,8 +222,8 @@ def _set_up(
     if config.model.train == "full" and not publisher.takes_full_weights:
         raise ConfigError(
             f"rollout.backend={config.rollout.backend} samples from adapters only, and model.train=full trains all "
-            "weights; use rollout.backend=local, or vllm with rollout.publish=weights. A backend of your own says "
-            "takes_full_weights = True"
+            "weights; use rollout.backend=local, or vllm or sglang with rollout.publish=weights. A backend of your own "
+            "says takes_full_weights = True"
         )
     if config.rollout.placement == "colocated" and config.train.max_staleness:
         raise ConfigError(

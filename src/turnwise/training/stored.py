@@ -2,24 +2,27 @@
 
 Ids mean something under the model that sampled them, and rewards in the world that gave them, so data of another model
 or another world is refused, whoever reads it. A world's options may differ: easy tasks may teach for hard ones. Only
-what was played for training is ever learned from; evaluations play held-out tasks.
+what was played for training is ever learned from; evaluations play held-out tasks. A file of tasks (`env.tasks`) has a
+split of its own, and may hold out what another run has trained on: data at such tasks is left out, and a run says so.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from turnwise.config.config import Config
 from turnwise.config.files import config_from_yaml
 from turnwise.credit.datums import dialogue_to_datums
 from turnwise.credit.preferences import PreferencePair
 from turnwise.credit.shaping import NO_SHAPING, Shaping, shape_trajectory
+from turnwise.doctor import Finding, Fix
+from turnwise.envs.base import Task
 from turnwise.envs.joint import SEPARATOR, without_level
 from turnwise.errors import ConfigError, DataError
 from turnwise.methods.sft import Dialogue
@@ -89,6 +92,59 @@ def check_origin(came: Origin, wanted: Origin, source: str, *, other: str = "thi
             )
 
 
+class HeldOutTasks:
+    """Knows the tasks that a run measures itself on, and counts the stored data at them."""
+
+    def __init__(self, config: Config, tasks: Sequence[Task] = ()) -> None:
+        whole = origin_of(config).world
+        self._keys = {
+            key
+            for task in tasks
+            for world, task_id in (own_task(config, task.id), (whole, task.id))
+            for key in _task_keys(world, task_id, task.data)
+        }
+        self.num_met = 0
+        """Attempts and pairs at one of the tasks."""
+
+    def holds(self, world: str, task_id: str, data: Mapping[str, Any]) -> bool:
+        """Whether stored data is at one of the tasks, under whatever id; it is counted then."""
+        is_held_out = not self._keys.isdisjoint(_task_keys(world, task_id, data))
+        self.num_met += is_held_out
+        return is_held_out
+
+    @property
+    def words(self) -> str:
+        """What to say where nothing else is left to learn from."""
+        return f"; {self.num_met} are at tasks that this run holds out" if self.num_met else ""
+
+    def finding(self, option: str) -> Finding | None:
+        """Says how much of an option's data is left out; None: nothing is."""
+        if not self.num_met:
+            return None
+        return Finding(
+            name="held_out_data_left_out",
+            seen=f"{self.num_met} attempts or pairs of {option} are at tasks that this run holds out",
+            why="the policy would be measured on what it has learned; they are left out",
+            fixes=(Fix(text="hold out the same tasks in both runs, such as with the same env.tasks"),),
+            numbers={"left_out": self.num_met},
+        )
+
+
+def _task_keys(world: str, task_id: str, data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What makes a task the same as another one."""
+    yield world, task_id
+    if data:
+        yield world, json.dumps(dict(data), sort_keys=True)
+
+
+def _data_of(run: RunReader, task_id: str) -> Mapping[str, Any]:
+    """A task's data; empty where a run did not write it down, which only its id names then."""
+    try:
+        return run.task(task_id)
+    except DataError:
+        return {}
+
+
 @contextmanager
 def open_stored(path: str, config: Config, option: str) -> Generator[tuple[RunReader, Config]]:
     """A run whose attempts `config` may learn from, and its own config; `option` is what named it."""
@@ -110,7 +166,7 @@ def train_rows(run: RunReader, member: str = "") -> list[AttemptRow]:
 
 
 def altered(row: AttemptRow, stored: Config) -> set[Altered]:
-    """What of a stored attempt is not what was played, but what the run's method made of it.
+    """The parts of a stored attempt that the run's method changed after it was played.
 
     Nothing, since run directories of version 5.
     """
@@ -126,11 +182,11 @@ def altered(row: AttemptRow, stored: Config) -> set[Altered]:
 
 def check_stored_data(parts: Parts) -> None:
     """Refuse stored data that a run cannot learn from, before a model is loaded."""
-    config, source = parts.config, parts.method.source
+    config, source, held_out = parts.config, parts.method.source, HeldOutTasks(parts.config, parts.held_out)
     if isinstance(source, ReadPairs):
-        read_training_pairs(source, config)
+        read_training_pairs(source, config, held_out)
     elif isinstance(source, ReadDialogues) and is_dialogue_file(source.path):
-        read_file_dialogues(source.path, config)
+        read_file_dialogues(source.path, config, held_out)
     elif isinstance(source, ReadDialogues) and source.path:
         with open_stored(source.path, config, "data.dialogues"):
             pass
@@ -138,14 +194,14 @@ def check_stored_data(parts: Parts) -> None:
     if not (parts.needs_critic and critic.pretrain_steps):
         return
     if is_dialogue_file(critic.pretrain_from):
-        read_critic_attempts(critic.pretrain_from, config)
+        read_critic_attempts(critic.pretrain_from, config, held_out)
     elif critic.pretrain_from not in ("rollouts", "demonstrations"):
         with open_stored(critic.pretrain_from, config, "critic.pretrain_from"):
             pass
 
 
-def read_training_pairs(source: ReadPairs, config: Config) -> list[PreferencePair]:
-    """The pairs of a file, each of which has something to train on both sides."""
+def read_training_pairs(source: ReadPairs, config: Config, held_out: HeldOutTasks) -> list[PreferencePair]:
+    """The pairs of a file, each of which has something to train on both sides; none at a held-out task."""
     stored, option = read_pairs(Path(source.path)), f"data.pairs={source.path}"
     for origin in dict.fromkeys(Origin(world=one.world, model=one.model) for one in stored):
         check_origin(origin, origin_of(config), option)
@@ -162,23 +218,27 @@ def read_training_pairs(source: ReadPairs, config: Config) -> list[PreferencePai
             f"{option}: {len(masked)} of {len(stored)} pairs, the first in row {masked[0]}, have a side with nothing "
             f"to train {what}; method={config.method.name} compares two sides. Make the file again with: turnwise pairs"
         )
-    return [one.pair for one in stored]
+    found = [one.pair for one in stored if not held_out.holds(one.world, one.pair.chosen.task_id, one.task)]
+    if not found:
+        raise ConfigError(f"{option} holds no pair to learn from{held_out.words}")
+    return found
 
 
-def read_run_dialogues(path: str, config: Config) -> list[Dialogue]:
+def read_run_dialogues(path: str, config: Config, held_out: HeldOutTasks) -> list[Dialogue]:
     """The successes that a run had in training, or the dialogues of a file, in the ids that were sampled."""
     if is_dialogue_file(path):
-        return read_file_dialogues(path, config)
+        return read_file_dialogues(path, config, held_out)
     found: list[Dialogue] = []
-    with open_stored(path, config, "data.dialogues") as (run, _):
+    with open_stored(path, config, "data.dialogues") as (run, stored):
         for row in train_rows(run, config.data.world):
-            if row.is_success:
+            if row.is_success and not held_out.holds(*own_task(stored, row.task_id), _data_of(run, row.task_id)):
                 ids = replies_of(run.attempt(row.id).trajectory)
                 if ids:
                     found.append(Dialogue(datums=tuple(dialogue_to_datums(ids))))
     if not found:
         raise ConfigError(
             f"data.dialogues={path} holds no success of its training with tokens to train; there is nothing to imitate"
+            f"{held_out.words}"
         )
     return found
 
@@ -188,15 +248,15 @@ def is_dialogue_file(path: str) -> bool:
     return path.endswith(".jsonl")
 
 
-def read_file_dialogues(path: str, config: Config) -> list[Dialogue]:
+def read_file_dialogues(path: str, config: Config, held_out: HeldOutTasks) -> list[Dialogue]:
     """The attempts of a pool that `turnwise pools` wrote: their replies, or the world's words in them."""
     option, found = f"data.dialogues={path}", list[Dialogue]()
-    for one in _file_attempts(path, config, option):
+    for one in _file_attempts(path, config, option, held_out):
         ids = world_words(one.trajectory) if one.learn == "world" else replies_of(one.trajectory)
         if ids:
             found.append(Dialogue(datums=tuple(dialogue_to_datums(ids))))
     if not found:
-        raise ConfigError(f"{option} holds nothing to learn from")
+        raise ConfigError(f"{option} holds nothing to learn from{held_out.words}")
     return found
 
 
@@ -210,7 +270,7 @@ class _FileAttempt:
     """The side whose words a dialogue teaches: `replies` or `world`."""
 
 
-def _file_attempts(path: str, config: Config, option: str) -> Iterator[_FileAttempt]:
+def _file_attempts(path: str, config: Config, option: str, held_out: HeldOutTasks) -> Iterator[_FileAttempt]:
     """The attempts of a file, all of this run's world and model; `option` is what named it."""
     place = Path(path).expanduser()
     if not place.is_file():
@@ -225,7 +285,8 @@ def _file_attempts(path: str, config: Config, option: str) -> Iterator[_FileAtte
                 f"{option}, line {number} is no attempt: {cause!r}; expected a line that turnwise pools wrote"
             ) from cause
         check_origin(origin, origin_of(config), f"{option}, line {number}")
-        yield one
+        if not held_out.holds(origin.world, one.trajectory.task_id, {}):
+            yield one
 
 
 def replies_of(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -246,25 +307,29 @@ def world_words(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int
     return found
 
 
-def read_critic_attempts(path: str, config: Config) -> list[Trajectory]:
+def read_critic_attempts(path: str, config: Config, held_out: HeldOutTasks) -> list[Trajectory]:
     """The attempts of a run's training, or of a file, with the rewards that this run credits them with."""
     option, wanted = f"critic.pretrain_from={path}", make_shaping(config)
     if is_dialogue_file(path):
-        attempts = [shape_trajectory(one.trajectory, wanted) for one in _file_attempts(path, config, option)]
+        attempts = [shape_trajectory(one.trajectory, wanted) for one in _file_attempts(path, config, option, held_out)]
         if not attempts:
-            raise ConfigError(f"{option} holds no attempt; there is nothing to learn from")
+            raise ConfigError(f"{option} holds no attempt; there is nothing to learn from{held_out.words}")
         return attempts
     with open_stored(path, config, "critic.pretrain_from") as (run, stored):
-        rows = train_rows(run)
+        rows = [
+            row
+            for row in train_rows(run)
+            if not held_out.holds(*own_task(stored, row.task_id), _data_of(run, row.task_id))
+        ]
         shapings = [_shaping_left(row, stored, wanted, option) for row in rows]
         found = [shape_trajectory(run.attempt(row.id).trajectory, one) for row, one in zip(rows, shapings, strict=True)]
     if not found:
-        raise ConfigError(f"{option} holds no attempt with its tokens; there is nothing to learn from")
+        raise ConfigError(f"{option} holds no attempt with its tokens; there is nothing to learn from{held_out.words}")
     return found
 
 
 def _shaping_left(row: AttemptRow, stored: Config, wanted: Shaping, option: str) -> Shaping:
-    """What is to be made of a row's rewards: everything, where they are as they were played."""
+    """The shaping that a row's rewards still need: all of it, unless they are stored as shaped."""
     if "rewards" in altered(row, stored):
         if make_shaping(stored) == wanted:
             return NO_SHAPING

@@ -49,7 +49,7 @@ from turnwise.training.pool import (
     oldest_version,
     rows_to_entries,
 )
-from turnwise.training.stored import check_stored_data, read_run_dialogues, read_training_pairs
+from turnwise.training.stored import HeldOutTasks, check_stored_data, read_run_dialogues, read_training_pairs
 from turnwise.training.task_order import ShuffledItems
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.watch.watchdog import Watchdog
@@ -68,7 +68,7 @@ class Taken:
     """For each group in which something was drawn: the updates since its oldest token."""
 
     def result(self) -> RolloutResult:
-        """As if it had been played in one go, in the order of their numbers."""
+        """What was played, in one result: groups in the order of their numbers."""
         stats = [*(entry.stats for entry in self.entries), *(_as_stale(entry) for entry in self.stale)]
         outcomes: list[TrajectoryGroup | DroppedGroup | None] = []
         for entry in self.entries:
@@ -276,7 +276,7 @@ class Batch:
     @property
     def tasks(self) -> list[Task]:
         """The tasks that were played; none where stored data was read."""
-        return [] if self.taken is None else [entry.plan.task for entry in self.taken.entries]
+        return [] if self.taken is None else [one.plan.task for one in (*self.taken.entries, *self.taken.stale)]
 
     @classmethod
     def merged(cls, batches: Sequence[Batch]) -> Batch:
@@ -318,7 +318,7 @@ class Supply:
             task_after=parts.rollout.quarantine_task_after, world_after=parts.rollout.quarantine_world_after
         )
         self.failures = FirstFailures()
-        """Is told every failure of an attempt as it happens."""
+        """Receives every failure of an attempt as it happens."""
         self._stored: ShuffledItems[Any] | None = None
         self.left_out: Finding | None = None
         """Says which stored data is left out; None: nothing is."""
@@ -438,7 +438,9 @@ class Supply:
             parts, source = self._parts, self._parts.method.source
             seed = derive_seed(parts.config.train.seed, "stored")
             if isinstance(source, ReadPairs):
-                items: Sequence[Any] = read_training_pairs(source, parts.config)
+                held_out = HeldOutTasks(parts.config, parts.held_out)
+                items: Sequence[Any] = read_training_pairs(source, parts.config, held_out)
+                self.left_out = held_out.finding(f"data.pairs={source.path}")
             else:
                 assert isinstance(source, ReadDialogues)
                 items = self._read_dialogues(source, seed)
@@ -448,7 +450,10 @@ class Supply:
     def _read_dialogues(self, source: ReadDialogues, seed: int) -> list[Dialogue]:
         parts = self._parts
         if source.path:
-            return read_run_dialogues(source.path, parts.config)
+            held_out = HeldOutTasks(parts.config, parts.held_out)
+            found = read_run_dialogues(source.path, parts.config, held_out)
+            self.left_out = held_out.finding(f"data.dialogues={source.path}")
+            return found
         count, limit = parts.config.train.num_tasks, parts.context_length
         shown = read_demonstrations(parts.world, self._renderer, count, seed, context_length=limit)
         if not shown.dialogues:

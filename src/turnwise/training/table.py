@@ -32,7 +32,7 @@ class UnknownMetricError(ConfigError, KeyError):
         known = sorted(measured)
         near = did_you_mean(name, known) or did_you_mean(name, [metric.name for metric in CATALOGUE])
         state = "was not measured in this run so far" if find_metric(str(name)) is not None else "is no metric"
-        super().__init__(f"{name!r} {state}{near}; there are {len(known)}: list(run.metrics) shows them")
+        super().__init__(f"{name!r} {state}{near or '.'} The run has {len(known)}; list(run.metrics) shows them")
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would show it in quotes

@@ -11,10 +11,9 @@ from turnwise.envs.joint import leaves
 from turnwise.envs.wrapped import WorldWrapper
 from turnwise.judges.world import JudgedWorld
 from turnwise.outcomes.world import OutcomeWorld
+from turnwise.rollout.server_options import OTHER_SAMPLERS
 from turnwise.training.opponent_words import needs_opponents
 
-SERVERS = ("vllm", "vllm_in_process", "sglang")
-"""Backends that never sample with the trainer's engine. One of your own may do so."""
 TRAINER_CACHE_GIB = 0.05
 """KV cache of an engine that does not sample; its self-test draws a few tokens."""
 
@@ -25,7 +24,7 @@ def trainer_engine(config: Config, world: World) -> EngineConfig:
     Opponents, judges and outcome models may be sampled by the run's own service, so a run with one of them keeps it.
     """
     engine = config.engine_in_use
-    samples_elsewhere = config.cluster.has_own_samplers or config.rollout.backend in SERVERS
+    samples_elsewhere = config.cluster.has_own_samplers or config.rollout.backend in OTHER_SAMPLERS
     if not samples_elsewhere or needs_opponents(config, world) or any(map(_asks_a_model, _wrappers(world))):
         return engine
     update: dict[str, object] = {} if engine.merge_adapter == "always" else {"merge_adapter": "never"}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from typing import Literal
-from urllib.parse import urlsplit
 
 from turnwise.config.config import Config
 from turnwise.engine.device_info import find_device
 from turnwise.errors import ConfigError
 from turnwise.models.facts import ModelFacts, is_tied
+from turnwise.rollout.server_options import NO_OTHER, OTHER_SAMPLERS
+from turnwise.runtime.network import is_on_this_machine
 
-READS_MEMORY = ("vllm", "vllm_in_process")
-"""Backends whose servers can read the memory of another process."""
 SPREADS = ("--pipeline-parallel", "-pp", "--pipeline_parallel", "--data-parallel", "--data_parallel", "-dp")
 """Arguments of vLLM that need several GPUs begin so."""
-THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 def choose_weight_transfer(config: Config, facts: ModelFacts) -> Literal["disk", "ipc"]:
@@ -29,7 +27,7 @@ def choose_weight_transfer(config: Config, facts: ModelFacts) -> Literal["disk",
 def _why_not_ipc(config: Config, facts: ModelFacts) -> str:
     """Why no server can read the trainer's memory; empty where one can."""
     rollout, model = config.rollout, config.model
-    if rollout.backend not in READS_MEMORY:
+    if not OTHER_SAMPLERS.get(rollout.backend, NO_OTHER).reads_memory:
         return f"rollout.backend={rollout.backend} reads weights from files"
     if model.base_url:
         return f"the trainer is at {model.base_url}, and its memory is there"
@@ -38,7 +36,7 @@ def _why_not_ipc(config: Config, facts: ModelFacts) -> str:
     if facts.experts is not None:
         return "the model has routed experts, whose weights have other names in files than in memory"
     for url in rollout.url:
-        if urlsplit(url).hostname not in THIS_MACHINE:
+        if not is_on_this_machine(url):
             return f"the server at {url} is on another machine; expected one at http://127.0.0.1"
     if rollout.tensor_parallel_size > 1:
         return f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} spreads the server over several GPUs"

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from turnwise.errors import TurnwiseError
+from turnwise.runtime.network import is_on_this_machine
 from turnwise.view.orders import resume_run, steer_run, stop_run
 from turnwise.view.pages import Pages
 from turnwise.view.runs import UNREADABLE, json_ready
@@ -32,20 +33,21 @@ TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".w
 MAX_BODY = 10_000
 
 
-def create_view_app(pages: Pages, token: str, hosts: frozenset[str] | None) -> FastAPI:
+def create_view_app(pages: Pages, token: str, *, is_local: bool) -> FastAPI:
     """The app.
 
     Args:
-        hosts: Host names that a request may be for; None: any, because the server listens for other machines.
+        is_local: Whether the server is for this machine alone. Then it refuses a request that names another host: a web
+            page could point a name of its own at this machine.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     files = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.is_file()}
 
     @app.middleware("http")
     async def guard(request: Request, call_next: Any) -> Response:
-        host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-        if hosts is not None and host not in hosts:
-            return _refused(403, f"this server answers for {', '.join(sorted(hosts))}, not for {host!r}")
+        host = request.headers.get("host", "")
+        if is_local and not is_on_this_machine(host):
+            return _refused(403, f"this server answers for this machine alone, not for {host!r}")
         if request.url.path.startswith("/api/") and not _has_token(request, token):
             return _refused(401, "the token is missing or wrong; open the address that `turnwise view` printed")
         response: Response = await call_next(request)

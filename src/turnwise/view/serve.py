@@ -9,18 +9,16 @@ import sys
 import threading
 import webbrowser
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError
-from turnwise.runtime.network import open_port
+from turnwise.runtime.network import is_loopback, open_port
 from turnwise.view.pages import Pages
 
 PORT = 8642
 """The first port that is tried."""
 TRIES = 20
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +46,8 @@ def serve_view(options: ViewOptions) -> None:
     pages = open_pages(options.place)
     listener = _listen(options)
     token = secrets.token_urlsafe(24)
-    is_local = _is_loopback(options.host)
-    app = create_view_app(pages, token, LOOPBACK if is_local else None)
+    is_local = is_loopback(options.host)
+    app = create_view_app(pages, token, is_local=is_local)
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}/?token={token}"
@@ -100,15 +98,6 @@ def _has_browser() -> bool:
     if sys.platform == "darwin":
         return True
     return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or os.environ.get("BROWSER"))
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _listen(options: ViewOptions) -> socket.socket:

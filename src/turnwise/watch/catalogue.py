@@ -166,7 +166,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("drift/abs_mean", "nats/token", "The same, mean of the absolute gap."),
         ("drift/abs_max", "nats", "The same, gap of the worst token; the event `worst_token` says where it is."),
         ("drift/beyond_share", "share", "The same, tokens with a gap over 0.1 nats."),
-        ("drift/lag_{lag}_k2", "nats/token", "The gap of tokens drawn by weights so many updates old: staleness too."),
+        ("drift/lag_{lag}_k2", "nats/token", "The gap of tokens whose weights were this many updates old."),
         ("drift/lag_{lag}_tokens", "tokens", "Trained tokens of that age."),
         ("drift/broken_tokens", "tokens", "Trained tokens without a finite logprob on one of the two sides."),
     ),

@@ -37,7 +37,7 @@ class Interval:
     high: float
 
     def percent(self) -> str:
-        """As a share: ends outside of [0, 1], which Student's interval may have, are cut."""
+        """The interval of a share. Student's interval may reach beyond [0, 1]; it is cut there."""
         if math.isnan(self.value):
             return "not measured"
         return f"{self.value:.1%} [{max(self.low, 0.0):.1%}, {min(self.high, 1.0):.1%}]"

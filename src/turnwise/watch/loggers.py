@@ -10,9 +10,6 @@ from typing import Any, Protocol, cast
 from turnwise.errors import ConfigError
 from turnwise.watch.observer import ForwardingObserver, Observer
 
-EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
-"""Logger to the extra of this package that installs it."""
-
 
 class MetricLogger(Protocol):
     """An object that receives metrics. Pass your own with `turnwise.train(..., loggers=[it])`."""
@@ -110,5 +107,5 @@ def _module(logger: str, module: str) -> Any:
     except ImportError as cause:
         raise ConfigError(
             f"run.loggers names {logger}, which is not installed; install it with: pip install "
-            f"'turnwise[{EXTRAS[logger]}]', or leave it out of run.loggers"
+            f"'turnwise[{logger}]', or leave it out of run.loggers"
         ) from cause

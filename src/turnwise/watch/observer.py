@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from turnwise.errors import TurnwiseError
+from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.runlog.schema import AttemptRecord, CheckpointRow, EvaluationRow, Phase
 
 
@@ -70,6 +70,24 @@ class Observer:
 
     def close(self) -> None:
         """The run is over, however it ended."""
+
+
+CALLBACKS = tuple(name for name in vars(Observer) if not name.startswith("_"))
+"""What an observer is told, by the name of its method."""
+
+
+def check_observer(observer: object) -> Observer:
+    """Refuse what cannot be told what happens, before anything is spent."""
+    if isinstance(observer, type):
+        name = observer.__name__
+        raise ConfigError(f"observer={name} is a class; expected an object, such as observer={name}()")
+    missing = [name for name in CALLBACKS if not callable(getattr(observer, name, None))]
+    if missing:
+        raise ConfigError(
+            f"observer: {type(observer).__name__} has no {missing[0]}; expected an object whose class inherits from "
+            "turnwise.Observer"
+        )
+    return cast(Observer, observer)
 
 
 class ForwardingObserver(Observer, ABC):

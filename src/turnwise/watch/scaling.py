@@ -23,7 +23,7 @@ from turnwise.watch.intervals import NOT_MEASURED, Interval, change_of, wilson
 
 BudgetKind = Literal["pass@k", "best of k", "majority of k", "turns", "tokens"]
 MAX_SUBSETS = 1000
-"""Votes of all subsets are counted up to so many subsets of a task; of more, this many are drawn, with a fixed seed."""
+"""If a task has more subsets than this, the votes of this many are counted, drawn with a fixed seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,7 @@ def runs_stand_side_by_side_with_seeds_grouped_and_the_damaged_one_named(page):
 
 def one_run_shows_areas_findings_plan_and_units(page):
     _open(page, "run")
-    for title in ("Success", "Reward", "Where the time goes", "Entropy", "How attempts end", "Staleness"):
+    for title in ("Success", "Reward", "Where the time goes", "Entropy", "How attempts end", "Staleness", "Drift"):
         expect(page.get_by_role("region", name=title, exact=True).get_by_role("img")).to_be_visible()
     expect(page.get_by_role("region", name="Entropy")).to_contain_text("turn 2")
     page.get_by_label("Search metrics").fill("gradient")

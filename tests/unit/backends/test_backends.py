@@ -15,6 +15,7 @@ from turnwise.cli import main
 from turnwise.client.fake import RecordingTrainer, ScriptedSampler
 from turnwise.config.files import load_config
 from turnwise.errors import ConfigError
+from turnwise.rollout.server_options import OTHER_SAMPLERS
 from turnwise.runlog.reader import RunReader
 from turnwise.runtime import tolerances
 
@@ -95,6 +96,12 @@ def test_a_file_in_the_folder_of_backends_is_a_backend(tmp_path: Path, monkeypat
     publisher = make_publisher(setup)
     sampler = asyncio.run(publisher.publish(RecordingTrainer(ScriptedSampler([])), 5))
     assert (type(publisher).__name__, sampler.version) == ("CountingPublisher", 5)
+
+
+def test_what_a_run_knows_of_other_samplers_is_what_their_publishers_say() -> None:
+    assert set(OTHER_SAMPLERS) < set(backend_names())
+    for name, facts in OTHER_SAMPLERS.items():
+        assert find_publisher(name).takes_full_weights == facts.takes_whole, name
 
 
 def test_what_is_no_backend_is_refused_with_what_to_do() -> None:

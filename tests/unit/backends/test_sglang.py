@@ -65,6 +65,7 @@ class Recorded:
         answer["meta_info"] |= changes
         self.answers = [answer]
         self.bodies: list[dict[str, Any]] = []
+        self.info: dict[str, Any] = dict(ANSWERS["model_info"])
         self.update: dict[str, Any] = ANSWERS["update_weights_from_disk"]
         self.called: list[tuple[str, Any]] = []
         """What else it was asked."""
@@ -75,7 +76,7 @@ class Recorded:
             return JSONResponse(self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])
 
         async def info(_: Request) -> JSONResponse:
-            return JSONResponse(ANSWERS["model_info"])
+            return JSONResponse(self.info)
 
         async def other(request: Request) -> JSONResponse:
             name = request.url.path.removeprefix("/")
@@ -124,43 +125,68 @@ async def test_a_reply_that_was_aborted_on_the_server_is_continued_by_ids_and_ne
     assert recorded.bodies[1]["sampling_params"]["max_new_tokens"] == 6
 
 
-def retracted(**names: str) -> Recorded:
-    """A server that drew one reply with two weights, by the names that it gives them, or by ours."""
+def retracted() -> Recorded:
+    """A server that drew one reply with two weights."""
     recorded = Recorded(**json.loads(json.dumps(ANSWERS["retracted"])))
     (answer,) = recorded.answers
-    spans = answer["meta_info"]["weight_versions"]
-    num_drawn = spans[-1]["end"]
+    num_drawn = answer["meta_info"]["weight_versions"][-1]["end"]
     answer["output_ids"] = [5] * num_drawn
     answer["meta_info"]["output_token_logprobs"] = [[-1.0, 5, None]] * num_drawn
-    for span in spans:
-        span["version"] = names.get(span["version"].replace("-", "_"), span["version"])
     return recorded
 
 
-async def test_a_reply_that_was_retracted_for_new_weights_names_the_version_of_every_token() -> None:
-    request = SampleRequest(PROMPT, SamplingParams(max_tokens=60))
-    with serving(retracted(default="4", step_1="5").app()) as url:
-        async with talking(url) as dialect:
+async def test_a_reply_that_was_retracted_for_new_weights_names_the_version_of_every_token(tmp_path: Path) -> None:
+    request, recorded = SampleRequest(PROMPT, SamplingParams(max_tokens=60)), retracted()
+    spans: list[dict[str, Any]] = recorded.answers[0]["meta_info"]["weight_versions"]
+    with serving(recorded.app()) as url:
+        async with talking(url, replaces_weights=True) as dialect:
+            await dialect.facts()
+            for version, span in zip((4, 5), spans, strict=True):
+                await dialect.replace_weights([tmp_path / "model.safetensors"], version)
+                span["version"] = recorded.called[-2][1]["weight_version"]
             (sequence,) = (await dialect.generate(request, OWN)).sequences
-    assert sequence.versions == [4] * 8 + [5] * 52
+            assert sequence.versions == [4] * 8 + [5] * 52
+            spans.pop()
+            with pytest.raises(ServerGoneError, match="drew 60 tokens and says of 8 which weights drew them"):
+                await dialect.generate(request, OWN)
 
 
-async def test_a_reply_of_weights_that_somebody_else_brought_blames_the_server() -> None:
-    with serving(retracted().app()) as url:
+async def test_a_reply_of_weights_that_somebody_else_brought_blames_the_server(tmp_path: Path) -> None:
+    request, recorded = SampleRequest(PROMPT, SamplingParams(max_tokens=60)), retracted()
+    with serving(recorded.app()) as url:
         async with talking(url) as dialect:
             await dialect.facts()  # it has the weights that it calls "default"
             with pytest.raises(ServerGoneError, match=r"other weights than when it was let in \(step-1\)"):
-                await dialect.generate(SampleRequest(PROMPT, SamplingParams(max_tokens=60)), OWN)
+                await dialect.generate(request, OWN)
+            recorded.info |= {"weight_version": "step-1"}
+            with pytest.raises(ConfigError, match=r"somebody replaced them\. Start it again with the run's model"):
+                await dialect.facts()
+        async with talking(url, replaces_weights=True) as dialect:
+            await dialect.facts()  # whatever it has is replaced
+            await dialect.replace_weights([tmp_path / "model.safetensors"], 4)
+            with pytest.raises(ServerGoneError, match=r"other weights than when it was let in \(default\)"):
+                await dialect.generate(request, OWN)
 
 
 async def test_weights_are_read_from_a_directory_while_requests_are_paused(tmp_path: Path) -> None:
     recorded, files = Recorded(), [tmp_path / "model-1.safetensors", tmp_path / "model-2.safetensors"]
     with serving(recorded.app()) as url:
-        async with talking(url, kv_across_updates="keep") as dialect:
+        async with talking(url, replaces_weights=True) as dialect:
             await dialect.replace_weights(files, 7)
             names = ["pause_generation", "update_weights_from_disk", "continue_generation"]
             assert [name for name, _ in recorded.called] == names
-            assert recorded.called[1][1] == {"model_path": str(tmp_path), "weight_version": "7", "flush_cache": False}
+            assert recorded.called[0][1] == {"mode": "retract"}
+            asked = recorded.called[1][1]
+            assert asked["weight_version"].startswith("turnwise-"), "no other run uses this name"
+            assert asked | {"weight_version": ""} == {
+                "model_path": str(tmp_path),
+                "weight_version": "",
+                "flush_cache": True,
+            }
+            recorded.info |= {"model_path": "/runs/a/served/turnwise-0-v7-0", "served_model_name": ""}
+            assert (await dialect.facts()).model.endswith("turnwise-0-v7-0"), "a server that has them at first"
+            recorded.info |= {"model_path": "/runs/a/served/turnwise-0-v8-1"}
+            assert (await dialect.facts()).model.endswith("v7-0"), "it names itself after what it read, and is the same"
             recorded.update = recorded.update | {"success": False, "message": "no such file"}
             with pytest.raises(ServerRefusedError, match="could not update the weights to version 8: no such file"):
                 await dialect.replace_weights(files, 8)
@@ -298,25 +324,26 @@ async def test_a_cancelled_request_is_aborted_on_the_server(stub: SglangStub) ->
 
 
 @pytest.mark.model
-async def test_new_weights_reach_a_request_under_way_which_is_retracted_or_goes_on_in_place(
+async def test_new_weights_reach_a_request_under_way_which_is_read_again_or_finished_first(
     stub: SglangStub, tiny_dir: Path
 ) -> None:
-    request = SampleRequest([5, 6, 7, 8], SamplingParams(max_tokens=40, stop=[]))
+    request, files = SampleRequest([5, 6, 7, 8], SamplingParams(max_tokens=40, stop=[])), [tiny_dir / "m.safetensors"]
     stub.chunk = 4
     try:
-        for version, (choice, mode) in enumerate(
-            [("recompute", "retract"), ("keep", "in_place"), ("end", "abort")], start=1
-        ):
-            async with talking(stub.url, kv_across_updates=choice) as dialect:
-                await dialect.replace_weights([tiny_dir / "model.safetensors"], 2 * version)
+        for finishes in (False, True):
+            async with talking(stub.url, replaces_weights=True, finishes_replies=finishes) as dialect:
+                await dialect.facts()
+                await dialect.replace_weights(files, 1)
                 task = asyncio.create_task(dialect.generate(request, OWN))
                 await asyncio.sleep(0.05)
-                await dialect.replace_weights([tiny_dir / "model.safetensors"], 2 * version + 1)
-                assert stub.pause_mode == mode
+                await dialect.replace_weights(files, 2)
+                assert stub.pause_mode == "retract"
                 (sequence,) = (await task).sequences
                 assert len(sequence.tokens) == 40, "the reply is whole in any case"
                 assert sequence.versions is not None
                 assert list(sequence.versions) == sorted(sequence.versions)
-                assert set(sequence.versions) == {2 * version, 2 * version + 1}
+                assert set(sequence.versions) == ({1} if finishes else {1, 2})
+                (after,) = (await dialect.generate(request, OWN)).sequences
+                assert set(after.versions or ()) == {2}
     finally:
         stub.chunk = 0

@@ -118,6 +118,22 @@ async def test_a_run_starts_its_own_server_starts_it_again_when_it_is_killed_and
     assert "--max-running-requests 256" in (tmp_path / "sglang.log").read_text(), "the log stays"
 
 
+def test_a_server_that_gets_whole_weights_is_started_with_the_newest_and_without_adapters(
+    tmp_path: Path, python: Path, tiny_dir: Path
+) -> None:
+    options = [f"rollout.server_python={python}", "rollout.publish=weights", "rollout.server_args=--dtype bfloat16"]
+    config = load_config("guess_number", ["rollout.backend=sglang", "model.train=full", "engine.device=cpu", *options])
+    publisher = SglangPublisher(backend_setup(config, tiny_dir, tmp_path))
+    said = " ".join(publisher.server_command().arguments(1))
+    assert f"--model-path {tiny_dir}" in said
+    assert "lora" not in said
+    assert said.endswith("--dtype bfloat16")
+    assert publisher.dtype == "bfloat16", "the certificate allows for its rounding"
+    assert publisher.fleet_times().load_s == 600, "as long as it may take to start"
+    adapters = load_config("guess_number", ["rollout.backend=sglang", f"rollout.server_python={python}"])
+    assert SglangPublisher(backend_setup(adapters, tiny_dir, tmp_path)).fleet_times().load_s == 120
+
+
 def test_what_the_server_does_not_take_is_refused_by_name_before_anything_starts(python: Path) -> None:
     def check(*options: str) -> None:
         SglangPublisher.check_options(load_config("guess_number", ["rollout.backend=sglang", *options]).rollout)
@@ -131,7 +147,12 @@ def test_what_the_server_does_not_take_is_refused_by_name_before_anything_starts
         ],
         "server_args has --host, which the run sets itself": [mine, "rollout.server_args=--host 0.0.0.0"],
         "server_args has --max-lora-rank, which the run": [mine, "rollout.server_args=--max_lora_rank=4"],
-        "rollout.backend=sglang publishes adapters only": [mine, "rollout.publish=weights"],
+        "SGLang would keep prefixes that older weights left in its cache": [
+            mine,
+            "rollout.publish=weights",
+            "rollout.kv_across_updates=keep",
+            "train.max_staleness=1",
+        ],
         "server_args has -zz, which sglang does not take": [mine, "rollout.server_args=--seed 3 -zz 4"],
         "has -tp, which the run sets itself; set rollout.tensor_parallel_size": [mine, "rollout.server_args=-tp 2"],
         "has --tensor-parallel-size, which the run": [mine, "rollout.server_args=--tensor_parallel_size=2"],

@@ -91,7 +91,7 @@ def test_the_plan_notes_what_will_not_act(capsys: pytest.CaptureFixture[str]) ->
         (["certify", "nowhere"], "is no run directory"),
         (["replay", "nowhere"], "is no run directory"),
         (["eval", "tiny"], "add --env NAME"),
-        (["eval", "tiny", "--env", "guess_number", "--step", "3"], "--step is for run directories"),
+        (["eval", "tiny", "--env", "guess_number", "--step", "3"], "tiny is no run's directory; leave it out"),
         (["eval", "tinker://nobody/weights/nothing", "--env", "guess_number"], "no checkpoint in"),
         (["sample", "nobody/nothing"], "no model under 'nobody/nothing'"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -119,6 +120,25 @@ def test_methods_of_one_world_and_seed_share_their_warm_up(tmp_path: Path) -> No
             assert list(own.values()) == [shared] * 4
 
 
+def test_runs_that_see_other_prompts_or_are_measured_otherwise_have_warm_ups_of_their_own(tmp_path: Path) -> None:
+    """A memory changes the prompts that a warm-up learns, and a panel of opponents its evaluation."""
+
+    def shared(world: str, *own: str) -> list[tuple[str, ...]]:
+        """The warm-ups that the runs of a grid wait for, in the order of the methods."""
+        methods = ",".join(["grpo", *(f"grpo[{options}]" for options in own)])
+        arguments = [f"methods={methods}", f"worlds={world}", "model=tiny", "seeds=1", f"dir={tmp_path}", "tokens=9"]
+        jobs = [run.job for run in Grid.plan(parse_request([*arguments, "warmup.steps=2"])).runs]
+        return [tuple(needed.name for needed in job.needs) for job in jobs if job is not None]
+
+    plain, same, *other = shared(
+        "key_door", "train.learning_rate=1e-3", "memory.window=2", "memory.window=2;eval.every=3"
+    )
+    assert plain == same != ()
+    assert plain not in other
+    plain, same, other = shared("negotiate", "opponent.keep_last=3", "opponent.temperature=0.5")
+    assert (plain == same, other) == (True, ())
+
+
 def test_the_first_run_finds_the_bound_where_nobody_gave_one(tmp_path: Path) -> None:
     arguments = [
         "methods=sft,grpo,rloo",
@@ -182,6 +202,22 @@ def test_a_seed_that_one_method_lacks_is_in_no_difference() -> None:
     assert (found.interval.value, found.interval.low, found.interval.high) == (pytest.approx(-0.1), -math.inf, math.inf)
     assert math.isnan(found.p)
     assert "  -10.0  " in table_lines(results)[2], "one seed says nothing about others, so there is no interval"
+
+
+def test_a_run_that_breaks_down_counts_for_its_method() -> None:
+    """A policy that never comes to an end is judged by no env, and would be left out of the mean of its method."""
+    curve = ((0, 0, math.nan), (1000, 250, math.nan))
+    lost = {"success_low": math.nan, "success_high": math.nan, "area": math.nan, "curve": curve, "reward": 0.0}
+    broken = _result("b", 1, math.nan, best_success=math.nan, start_success=math.nan, **lost)
+    results = [_result("a", seed, 0.5) for seed in range(2)] + [_result("b", 0, 0.6), broken]
+    _, b = summarize(results)
+    assert (b.success.value, b.best_success, b.area.value) == pytest.approx((0.3, 0.3, 0.15))
+    assert b.more_success is not None
+    assert (b.more_success.interval.value, b.more_success.num_seeds) == (pytest.approx(-0.2), 2)
+    failed = [results[0], results[1], results[2], replace(broken, reward=math.nan)]
+    assert summarize(failed)[1].success.value == 0.6, "of attempts that failed nobody knows how they would have ended"
+    never = [replace(broken, label=label) for label in "ab"]
+    assert math.isnan(summarize(never)[0].success.value), "nobody judges anything there"
 
 
 def test_one_seed_has_the_interval_of_its_held_out_tasks() -> None:

@@ -50,6 +50,13 @@ async def test_an_address_that_asks_to_wait_is_asked_again(monkeypatch: pytest.M
         assert sent == [status, status, 200]
 
 
+async def test_an_address_that_names_no_time_to_wait_is_not_asked_without_a_pause() -> None:
+    app, sent = busy_first(10**6, 429, (b"retry-after", b"0"))
+    with serving(app) as address, pytest.raises(AttemptFailed, match=r"more than is left of 0\.5 s"):
+        await player(address, deadline_s=0.5).reply(NO_GAME, [user("Hi")], 0)
+    assert 1 <= len(sent) <= 5
+
+
 async def test_a_wait_beyond_the_deadline_fails_at_once_with_the_opponent_to_blame() -> None:
     app, sent = busy_first(9, 429, (b"retry-after", b"30"))
     with serving(app) as address, pytest.raises(AttemptFailed, match="asks for 30 s, more than is left") as failure:

@@ -17,13 +17,16 @@ from local_server import serving
 from turnwise.cli import main
 from turnwise.envs.game import Game
 from turnwise.envs.library.negotiate import Negotiate
-from turnwise.errors import DataError
+from turnwise.envs.registry import get_world
+from turnwise.envs.seats import TwoSidedWorld
+from turnwise.errors import ConfigError, DataError
 from turnwise.models.store import fetch_model
 from turnwise.opponents.matrix_figure import matrix_svg, short_labels
 from turnwise.opponents.tournament import (
     TournamentGame,
     TournamentLimits,
     bradley_terry,
+    check_seats,
     play_tournament,
     standings,
 )
@@ -84,6 +87,27 @@ async def test_every_pair_plays_every_task_in_both_seats_and_a_failed_game_is_no
         standings([game for game in games if game.failure])
     assert games == await play_tournament(world, {"tough": None, "conceder": None, "silent": Silent()}, tasks, seed=0)
     assert ET.fromstring(matrix_svg(table, "a & b")).tag.endswith("svg")
+
+
+async def test_a_script_that_knows_one_seat_is_refused_where_every_player_has_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("negotiate", "tic_tac_toe", "customer_service"):
+        check_seats(sided(name), sided(name).scripted_opponents)
+    for name, script in (("bargain", "limit"), ("twenty_questions", "table")):
+        world = sided(name)
+        with pytest.raises(ConfigError, match=f"{script} is a script that plays seat 1 only"):
+            await play_tournament(world, {script: None, "silent": Silent()}, [], seed=0)
+        assert await play_tournament(world, {"other": Silent(), "silent": Silent()}, [], seed=0) == []
+    monkeypatch.setenv("TURNWISE_HOME", str(tmp_path))
+    assert main(["tournament", "base", "limit", "--env", "bargain", "--tasks", "2", "model=tiny"]) == 2
+    assert "limit is a script that plays seat 1 only" in capsys.readouterr().err
+
+
+def sided(name: str) -> TwoSidedWorld:
+    world = get_world(name)
+    assert isinstance(world, TwoSidedWorld)
+    return world
 
 
 class Slow(Silent):
@@ -177,7 +201,7 @@ def test_the_command_rates_scripts_and_refuses_what_is_no_player(
     for players, words in (
         (["tough"], "needs two"),
         (["tough", "tough"], "named twice"),
-        (["tough", "pool"], "nobody in particular"),
+        (["tough", "pool"], "does not name one player"),
         (["tough", "no-such-player"], "expected a script"),
     ):
         assert main([*command, *players]) == 2

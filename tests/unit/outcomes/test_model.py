@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from turnwise.client.engines import load_tokenizer
 from turnwise.client.fake import ScriptedSampler
 from turnwise.client.futures import ApiFuture
 from turnwise.client.local import ServiceClient
 from turnwise.envs.base import assistant, user
+from turnwise.models.tokenizer import load_tokenizer
 from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
 from turnwise.outcomes.model import OutcomeInfo, OutcomeModel, cut_middle
 from turnwise.renderers import get_renderer

@@ -101,6 +101,20 @@ async def test_a_failure_keeps_the_frames_of_the_users_code_and_no_others(render
     assert trajectory.failure.detail.endswith(f" at {place}")
 
 
+async def test_an_attempt_that_fails_after_a_verdict_has_none(renderer: Renderer) -> None:
+    env = CountingEnv()
+
+    def broken(_: Message) -> EnvStep:
+        if len(env.replies) > 1:
+            raise KeyError("no such row")
+        return EnvStep(messages=[user("Well done, go on.")], is_success=True)
+
+    env.on_step = broken
+    trajectory = await play_env(env, renderer)
+    assert (len(trajectory.turns), trajectory.end_reason) == (1, EndReason.FAILED)
+    assert trajectory.is_success is None, "whoever counts successes would count it"
+
+
 async def test_time_that_runs_out_keeps_the_finished_turns(renderer: Renderer) -> None:
     env = CountingEnv(num_turns=99)
 

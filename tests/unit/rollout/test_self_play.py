@@ -11,6 +11,7 @@ import pytest
 
 from turnwise.client.fake import ScriptedSampler
 from turnwise.envs.base import Task
+from turnwise.envs.library.customer_service import CLERK, CUSTOMER, CustomerService
 from turnwise.envs.library.tic_tac_toe import EMPTY, TicTacToe
 from turnwise.errors import ConfigError, Party
 from turnwise.renderers.base import Renderer
@@ -130,6 +131,21 @@ async def test_a_seat_that_never_moves_has_no_trajectory(renderer: Renderer) -> 
     assert {t.total_reward for t in x.trajectories} == {-1.0}
     (o,) = result.dropped
     assert (o.task_id, o.why, o.trajectories) == ("start/seat-1", "group_too_small", ())
+
+
+async def test_a_seat_says_which_of_its_replies_were_actions(tokenizer: Any, renderer: Renderer) -> None:
+    def reply(prompt_ids: list[int]) -> str:
+        return "close" if "You are the clerk" in tokenizer.decode(prompt_ids) else "I want my money back."
+
+    world = CustomerService(level=0, protocol="line")
+    result = await play_games(world, world.tasks("train", 2, 0), saying(renderer, reply), renderer, quick(), seed=0)
+    found = by_seat(result)
+    for seat, is_action in ((CLERK, True), (CUSTOMER, False)):
+        turns = [
+            turn for name, own in found.items() if name.endswith(f"seat-{seat}") for one in own for turn in one.turns
+        ]
+        assert turns
+        assert {turn.is_action for turn in turns} == {is_action}, seat
 
 
 async def test_a_limit_that_ends_one_seat_truncates_the_other(renderer: Renderer, first_free: ScriptedSampler) -> None:

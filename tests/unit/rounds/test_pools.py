@@ -21,11 +21,11 @@ from turnwise.errors import ConfigError
 from turnwise.rounds.config import FlywheelConfig, FlywheelFile, read_file
 from turnwise.rounds.dial import LevelTasks, TaskDial
 from turnwise.rounds.export import pool_rows, write_pool
+from turnwise.rounds.flywheel import flywheel
 from turnwise.rounds.route import route
 from turnwise.rounds.store import AttemptVerdict, PoolStore
-from turnwise.rounds.wheel import flywheel
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
-from turnwise.training.stored import own_task, read_critic_attempts, read_file_dialogues, world_words
+from turnwise.training.stored import HeldOutTasks, own_task, read_critic_attempts, read_file_dialogues, world_words
 from turnwise.trajectory import EndReason, Trajectory, TrajectoryGroup, Turn
 
 WORDS = {"red": 11, "blue": 12, "green": 13}
@@ -124,20 +124,23 @@ def test_a_pool_is_filtered_and_exported_with_its_provenance_and_can_be_learned_
         with pytest.raises(ConfigError, match="no such column"):
             list(pool_rows(store, "sft", "colour = 1"))
     config = read_file("key_door_tiny", ["model=tiny"]).run
-    (replies,) = read_file_dialogues(str(tmp_path / "sft.jsonl"), config)
+    (replies,) = read_file_dialogues(str(tmp_path / "sft.jsonl"), config, HeldOutTasks(config))
     (datum,) = replies.datums
     assert datum.loss_fn_inputs["mask"].tolist() == [0, 1, 0, 0, 1], "the replies, and nothing else"
-    (words,) = read_file_dialogues(str(tmp_path / "continued.jsonl"), config)
+    (words,) = read_file_dialogues(str(tmp_path / "continued.jsonl"), config, HeldOutTasks(config))
     (datum,) = words.datums
     assert datum.loss_fn_inputs["mask"].tolist() == [0, 0, 1, 1], "the world's words, and not the failed replies"
     other = read_file("key_door_tiny", ["env=guess_number"]).run
     with pytest.raises(ConfigError, match=r"was played with env\.name=key_door"):
-        read_file_dialogues(str(tmp_path / "sft.jsonl"), other)
+        read_file_dialogues(str(tmp_path / "sft.jsonl"), other, HeldOutTasks(other))
+    held_out = HeldOutTasks(config, [Task(id="mixed")])
+    with pytest.raises(ConfigError, match="holds nothing to learn from; 1 are at tasks that this run holds out"):
+        read_file_dialogues(str(tmp_path / "sft.jsonl"), config, held_out)
     weighed = read_file("key_door_tiny", ["reward.weights.outcome=2"]).run
-    (lesson,) = read_critic_attempts(str(tmp_path / "sft.jsonl"), weighed)
+    (lesson,) = read_critic_attempts(str(tmp_path / "sft.jsonl"), weighed, HeldOutTasks(weighed))
     assert [turn.reward for turn in lesson.turns] == [0, 2], "a critic learns what this run's attempts would earn"
     with pytest.raises(ConfigError, match=r"critic\.pretrain_from=.* line 1 was played with env\.name=key_door"):
-        read_critic_attempts(str(tmp_path / "sft.jsonl"), other)
+        read_critic_attempts(str(tmp_path / "sft.jsonl"), other, HeldOutTasks(other))
 
 
 def test_a_history_that_was_rewritten_has_no_words_of_the_world_to_learn() -> None:
@@ -282,6 +285,8 @@ def test_without_routing_there_are_as_many_steps() -> None:
         "env.options.num_rooms=3",
         "train.steps=7",
         "eval.tasks=5",
+        "eval.every=5",
+        "eval.keep_best=false",
         "run.dir=elsewhere",
         "cluster.env_workers=2",
     ],
@@ -291,6 +296,25 @@ def test_an_option_that_a_flywheel_does_not_read_is_refused_before_anything_is_w
 ) -> None:
     with pytest.raises(ConfigError, match=f"{option.partition('=')[0]} is not read"):
         flywheel("key_door_tiny", directory=tmp_path / "wheel", overrides=[option])
+    assert not (tmp_path / "wheel").exists()
+
+
+@for_each(
+    ("option", "match"),
+    [
+        ("opponent.panel=[mixed]", "opponent.panel is not read: a flywheel plays against scripts"),
+        (
+            "env.options.opponent=self",
+            "opponent=self is a model, and a flywheel plays against scripts.* expected mixed",
+        ),
+    ],
+)
+def test_an_opponent_that_is_a_model_is_refused_before_anything_is_spent(
+    tmp_path: Path, option: str, match: str
+) -> None:
+    (tmp_path / "wheel.yaml").write_text("{flywheel: {}, model: tiny, env: {name: negotiate}}")
+    with pytest.raises(ConfigError, match=match):
+        flywheel(tmp_path / "wheel.yaml", directory=tmp_path / "wheel", overrides=[option])
     assert not (tmp_path / "wheel").exists()
 
 
@@ -325,6 +349,6 @@ def test_pools_are_shown_and_written_to_parquet_from_the_command_line(
     assert [row["round"] for row in rows["preference"]] == [1]
     capsys.readouterr()
     assert main(["pools", wheel]) == 0
-    assert "sft 2, rl 1, preference 1" in capsys.readouterr().out
+    assert "sft 2, preference 1, rl 1" in capsys.readouterr().out
     assert main(["pools", wheel, "--pool", "sft", "--out", str(tmp_path / "sft.csv")]) == 2
     assert ".parquet" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 
 from turnwise.errors import ConfigError
 from turnwise.service.access import Access, create_key, revoke_key
-from turnwise.service.config import ServeConfig, is_loopback
+from turnwise.service.config import ServeConfig
 from turnwise.service.failures import HttpFailure, without_paths
 from turnwise.service.store.store import Store
 from unit.service.conftest import TOKENS, Serve, Wire, training_body
@@ -35,14 +35,6 @@ def test_binding_where_others_can_reach_it_needs_a_key(tmp_path: Path) -> None:
     create_key(store, "alice")
     access.check_bind()
     store.close()
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("", False), ("10.0.0.1", False)],
-)
-def test_loopback_is_told_from_the_rest(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected
 
 
 def test_revoking_an_unknown_key_names_those_there_are(tmp_path: Path) -> None:

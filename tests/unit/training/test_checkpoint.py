@@ -16,6 +16,7 @@ from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import EvaluationRow
 from turnwise.runlog.writer import RunWriter
 from turnwise.training.checkpoint import RunCheckpoints, Start, best_evaluation, choose_checkpoint
+from turnwise.watch.intervals import success_interval
 
 
 def _evaluation(step: int, success: float, *, reward: float = 0.0, label: str = "step") -> EvaluationRow:
@@ -94,6 +95,26 @@ async def test_where_the_world_judges_no_success_the_reward_decides(tmp_path: Pa
     await run.evaluate(_evaluation(4, math.nan, reward=0.4))
     await run.save(5)
     assert run.chosen() == 2
+
+
+async def test_attempts_that_were_all_cut_short_are_no_success_whatever_they_earned(
+    tmp_path: Path,
+) -> None:
+    """Points on the way are no success; a reward beside shares of success would be the best by far."""
+    run = _Run(tmp_path / "run")
+    await run.evaluate(_evaluation(2, math.nan, reward=7.0))
+    assert run.chosen() == 2, "so far nobody knows that the world judges"
+    await run.evaluate(_evaluation(4, 0.1, reward=3.0))
+    await run.evaluate(_evaluation(6, math.nan, reward=7.0))
+    for step in (7, 8, 9):
+        await run.save(step)
+    assert run.chosen() == 4
+    rows = RunReader(run.directory).evaluations()
+    assert [row.success for row in rows] == [0.0, 0.1, 0.0]
+    assert rows[0].success_high == pytest.approx(success_interval([[False]] * 4).high)
+    again = run.store(best_evaluation(RunReader(run.directory)))
+    assert again.is_best(_evaluation(10, 0.1))
+    assert not again.is_best(_evaluation(10, math.nan, reward=7.0))
 
 
 async def test_a_run_that_goes_on_remembers_its_best_even_if_it_died_before_it_was_marked(tmp_path: Path) -> None:

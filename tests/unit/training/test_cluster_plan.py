@@ -133,9 +133,7 @@ def test_what_weights_in_parts_do_not_read_is_refused_by_name() -> None:
 def test_a_sampler_on_a_gpu_and_models_without_our_dense_layers_are_refused_with_weights_in_parts() -> None:
     setup = _setup("cluster.learners=2", "cluster.shard=true")
     gpu = DeviceInfo(kind="cuda", dtype="bfloat16", free_bytes=1 << 40, total_bytes=1 << 40)
-    with pytest.raises(
-        ConfigError, match=r"backend=vllm \(or sglang, for adapters\) with rollout\.tensor_parallel_size"
-    ):
+    with pytest.raises(ConfigError, match=r"backend=vllm or sglang with rollout\.tensor_parallel_size"):
         check_sharded(setup.config, setup.facts, gpu)
     with pytest.raises(ConfigError, match="runs transformers' layers"):
         check_sharded(setup.config, replace(setup.facts, block=None), gpu)

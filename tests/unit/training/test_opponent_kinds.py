@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ WORLDS: dict[str, dict[str, Any]] = {
     "bargain": {},
     "customer_service": {"level": 0, "protocol": "line", "max_turns": 2},
 }
-"""Every world that docs/opponents.md lists, with options that keep games short."""
+"""Worlds that docs/opponents.md lists, with options that keep games short."""
+if find_spec("textarena") is not None:
+    WORLDS["textarena:TicTacToe-v0"] = {}
 MAX_STEPS = 12
 
 
@@ -89,6 +92,8 @@ async def chat(scope: Any, receive: Any, send: Any) -> None:
 
 def words_for(task: Task) -> str:
     """Something that the other side has to answer: a question, a price or a free square, and words."""
+    if "seed" in task.data:
+        return "[4]"
     free = task.data["board"].index(" ") + 1 if "board" in task.data else 5
     return f"Is it alive? {free}"
 

@@ -88,6 +88,9 @@ def test_options_that_no_opponent_reads_are_refused() -> None:
     for opponent, sections, why in refused:
         with pytest.raises(ConfigError, match=why):
             check(opponent, **sections)
+    for option in ({"device": "cpu"}, {"kv_cache_gib": 2.0}):
+        with pytest.raises(ConfigError, match="is for an opponent of another base model"):
+            check("tiny", opponent=option)  # the policy's own model, by its name
     itself = make_config("tough", opponent={"panel": ["tough", "self"]})
     check_opponents(itself, get_world("negotiate", opponent="tough"))  # `turnwise eval` may, with weights that stay
     with pytest.raises(ConfigError, match="learns between the evaluations"):
@@ -213,6 +216,22 @@ async def test_the_policy_that_training_begins_with_is_the_pools_first_snapshot(
                 (task,) = world.tasks("train", 1, 0)
                 drawn = {opponents.pool.draw(task, seed).name for seed in range(40)}
                 assert drawn == {"snapshot_0"} if sections.get("opponent") else "base" in drawn
+
+
+def test_a_critic_learns_ahead_from_games_against_the_pools_first_snapshot(tmp_path: Path) -> None:
+    """The policy does not change meanwhile, and the pool may have nobody else."""
+    options = ["method=ppo", "critic.pretrain_steps=1", "env.options.opponent=pool", "opponent.base_weight=0"]
+    options += [
+        "opponent.scripted_weight=0",
+        "opponent.panel=[base]",
+        "warmup.steps=1",
+        "warmup.demonstrations=8",
+        "eval.tasks=0",
+    ]
+    options += ["train.tasks_per_step=1", "rollout.group_size=2"]
+    run = tw.train("negotiate", model="tiny", steps=1, directory=tmp_path, overrides=options, observer=tw.Observer())
+    assert len(run.metric("critic/loss")) == 1
+    assert run.state == "finished"
 
 
 def test_policies_with_different_adapters_in_one_batch_sample_as_each_does_alone() -> None:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import pytest
 
 import turnwise as tw
 from cases import for_each
+from turnwise.cli import main
+from turnwise.client.local_clients import LocalTrainingClient
 from turnwise.commands.orm import run_orm_eval
 from turnwise.config.config import Config
+from turnwise.config.files import config_to_yaml, load_config
 from turnwise.envs.base import assistant, user
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, Party
 from turnwise.outcomes.labelled import LabelledAttempt, write_labelled
 from turnwise.outcomes.model import OutcomeInfo
-from turnwise.training.orm import OrmConfig, best_of_n, learned_tasks, read_attempts
+from turnwise.runlog.reader import RunReader
+from turnwise.runlog.schema import AttemptRecord, Phase
+from turnwise.runlog.writer import RunWriter
+from turnwise.training.assemble import make_optim
+from turnwise.training.orm import OrmConfig, best_of_n, learned_tasks, read_attempts, train_outcome_model
+from turnwise.training.pairs import read_pairs
 from turnwise.training.stored import own_task
+from turnwise.trajectory import EndReason, Failure
+from turnwise.types import AdamParams
+from unit.credit.groups import make_attempt
 
 
 class FirstIsBest:
@@ -63,6 +75,61 @@ def test_best_of_n_leaves_out_the_tasks_that_the_model_has_learned_from(tmp_path
     assert part.num_groups * 3 == whole.num_groups * 2 > 0
     with pytest.raises(ConfigError, match="has learned from the tasks of the evaluations"):
         best_of_n(model, tmp_path, service, {("guess_number", task) for task in tasks})
+
+
+@pytest.mark.usefixtures("tiny_dir")
+def test_a_run_on_an_outcome_model_is_replayed_and_paired_with_its_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempts = [dataclasses.replace(_attempt(f"task {n}"), label=n % 2 == 0) for n in range(60)]
+    write_labelled(tmp_path / "attempts.jsonl", attempts)
+    model, place = str(tmp_path / "orm"), str(tmp_path / "run")
+    train_outcome_model([tmp_path / "attempts.jsonl"], model, OrmConfig(model="tiny", steps=10, batch_size=8))
+    settings: dict[str, Any] = {"eval": {"tasks": 0}, "warmup": {"steps": 0}, "observer": tw.Observer(), "steps": 1}
+    settings |= {"env": {"options": {"max_turns": 2}}, "train": {"tasks_per_step": 2}, "rollout": {"group_size": 4}}
+    run = tw.train("guess_number", model="tiny", directory=place, reward={"model": model}, **settings)
+    with RunReader(place) as reader:
+        last = reader.attempt(run.attempts()[0].id).trajectory.turns[-1]
+    assert "judge" in last.reward_parts
+    assert main(["replay", place, "--attempt", "1"]) == 0, capsys.readouterr().out
+    assert "replayed exactly" in capsys.readouterr().out
+    out = tmp_path / "pairs.parquet"
+    assert main(["pairs", place, "--tasks", "4", "--samples", "4", "--out", str(out)]) == 0, capsys.readouterr().err
+    assert all("judge" in side.turns[-1].reward_parts for one in read_pairs(out) for side in (one.pair.chosen,))
+    assert main(["pairs", place, "reward.weights.judge=0", "--out", str(out)]) == 2
+    assert "reward.weights.judge is not read by turnwise pairs" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tiny_dir")
+async def test_an_attempt_that_failed_after_a_verdict_is_no_lesson_and_no_measure(tmp_path: Path) -> None:
+    """One seat of a game may have won before the other one failed; then nobody is scored."""
+    good = [make_attempt([1.0], attempt=i, is_success=True) for i in range(3)]
+    failure = Failure(party=Party.OPPONENT, detail="another seat of the game failed")
+    failed = dataclasses.replace(good[2], end_reason=EndReason.FAILED, failure=failure)
+    writer = RunWriter.create(tmp_path, config_to_yaml(load_config("key_door", ["model=tiny"])), max_size_mb=8)
+    for phase in get_args(Phase):
+        writer.attempts(1, phase, [AttemptRecord(trajectory=one, outcome="trained") for one in good[:2]])
+        writer.attempts(1, phase, [AttemptRecord(trajectory=failed, outcome="failed")])
+    writer.commit(1)
+    writer.close()
+    assert len(read_attempts([tmp_path], 100)[0]) == 2
+    assert best_of_n(cast(Any, FirstIsBest()), tmp_path, cast(Any, None)).mean_size == 2
+
+
+class Recorded(Exception):  # noqa: N818 - no error: it ends the training
+    """Stands for the first update."""
+
+
+def test_a_classifier_learns_with_the_optimizer_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_update(client: Any, params: AdamParams) -> None:  # noqa: ARG001
+        raise Recorded(params)
+
+    monkeypatch.setattr(LocalTrainingClient, "optim_step", first_update)
+    attempts = [dataclasses.replace(_attempt(f"task {n}"), label=n % 2 == 0) for n in range(60)]
+    write_labelled(tmp_path / "attempts.jsonl", attempts)
+    with pytest.raises(Recorded) as caught:
+        train_outcome_model([tmp_path / "attempts.jsonl"], tmp_path / "orm", OrmConfig(model="tiny", batch_size=2))
+    assert caught.value.args[0] == make_optim(Config(), OrmConfig().learning_rate)
 
 
 def test_every_source_gives_a_share_of_the_most_attempts_and_its_latest(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import turnwise
 from local_server import serving, unused_address
 from turnwise.credit.preferences import PreferencePair, best_and_worst
 from turnwise.envs.base import user
 from turnwise.errors import ConfigError, DataError
-from turnwise.training.pairs import StoredPair, push_pairs, read_pairs, write_pairs
+from turnwise.training.pairs import Provenance, StoredPair, push_pairs, read_pairs, read_provenance, write_pairs
 from turnwise.trajectory import Message, ToolCall
 from unit.credit.branches import make_branches
 from unit.credit.groups import make_group
@@ -79,6 +80,17 @@ def test_any_parquet_reader_finds_the_provenance(tmp_path: Path) -> None:
     turn = row["chosen"]["turns"][1]
     assert turn["policy_version"] == 5
     assert len(turn["sampled_ids"]) == len(turn["logprobs"]) == 3
+
+
+def test_a_file_says_how_all_of_it_was_made(tmp_path: Path) -> None:
+    made = Provenance(policies=("runs/a",), config="env:\n  name: negotiate\n", samples=8, turn="", num_attempts=64)
+    write_pairs(tmp_path / "p.parquet", [store(make_pair())], made)
+    assert read_provenance(tmp_path / "p.parquet") == made
+    told = json.loads(pq.read_schema(tmp_path / "p.parquet").metadata[b"turnwise.made"])
+    assert (told["policies"], told["num_attempts"], told["turnwise"]) == (["runs/a"], 64, turnwise.__version__)
+    assert read_pairs(tmp_path / "p.parquet") == [store(make_pair())]
+    write_pairs(tmp_path / "q.parquet", [store(make_pair())])
+    assert read_provenance(tmp_path / "q.parquet") is None
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

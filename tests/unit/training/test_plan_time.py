@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from turnwise.cli import main
-from turnwise.client.engines import load_tokenizer
 from turnwise.config.files import load_config
+from turnwise.models.tokenizer import load_tokenizer
 from turnwise.training import speed
 from turnwise.training.assemble import make_renderer
 from turnwise.training.demonstrations import read_demonstrations

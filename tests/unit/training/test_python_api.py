@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import turnwise as tw
-from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.errors import ConfigError, DataError, TurnwiseError
 from turnwise.runlog.reader import is_run
 from turnwise.training.objects import PythonObjects
 from turnwise.training.run import ELSEWHERE_POLL_S
@@ -236,6 +236,10 @@ def test_a_reader_refuses_names_that_there_are_not(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyError, match=r"'rollout/reward' is no metric; did you mean 'rollout/reward_mean'\?"):
         _ = run.metrics["rollout/reward"]
     assert run.metric("eval/success") == [], "it is a metric, and was not measured"
+    for prompt in (3, [{"role": "user", "text": "Hi."}]):
+        with pytest.raises(DataError, match=r"expected a text, or messages such as \[\{'role': 'user'"):
+            run.last.sample(prompt)  # pyright: ignore[reportArgumentType]
+    run.close()
     assert "nope" not in run.metrics
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match="pip install pandas"):
@@ -249,6 +253,8 @@ def test_a_reader_refuses_names_that_there_are_not(tmp_path: Path, monkeypatch: 
         ({"steps": 1, "train": {"steps": 2}}, r"steps=1 and train=\{'steps': 2\} disagree; expected one"),
         ({"overrides": "train.seed=1"}, r"expected a list, such as overrides=\['train.seed=1'\]"),
         ({"loggers": print}, r"expected a list of objects with log\(step, values\)"),
+        ({"observer": tw.Observer}, r"Observer is a class; expected an object, such as observer=Observer\(\)"),
+        ({"observer": print}, "has no message; expected an object whose class inherits from turnwise.Observer"),
         ({"loggers": ["wandb"]}, r"'wandb' is a name; .* run=\{'loggers': \['wandb'\]\}"),
         ({"directory": Path(__file__)}, r"cannot hold a run: it is a file; choose another run.dir"),
     ],
@@ -258,11 +264,22 @@ def test_a_mistake_in_an_argument_is_told_with_the_right_form(keywords: dict[str
         tw.train("guess_number", **{**SMALL, "steps": 1, **keywords})
 
 
+def test_no_world_and_no_keyword_of_an_evaluation_are_told_as_what_they_are() -> None:
+    with pytest.raises(ConfigError, match=r"turnwise.train\(None\): expected a preset, a YAML file, a world's name"):
+        tw.train(None, **SMALL)
+    with pytest.raises(
+        ConfigError, match=r"^evl is no keyword of turnwise.eval; did you mean 'eval'\? The sections are"
+    ):
+        tw.eval("tiny", env="guess_number", evl={"tasks": 2})
+
+
 def test_an_evaluation_of_what_is_no_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="/no/run is not there; expected a run"):
         tw.eval("/no/run")
     with pytest.raises(ConfigError, match=r"Quiz is no policy; .*turnwise.eval\(run, env=Quiz\)"):
         tw.eval(Quiz)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"guess_number is a world; expected a run.* the world as env=guess_number"):
+        tw.eval("guess_number")
     with pytest.raises(ConfigError, match="tiny does not say which world it is for; add env=NAME"):
         tw.eval("tiny")
     with pytest.raises(ConfigError, match=r"^step 3 names a checkpoint of a run, and tiny is no run's directory"):

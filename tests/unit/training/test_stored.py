@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import sqlite3
@@ -17,6 +18,9 @@ from turnwise.cli import main
 from turnwise.config.files import config_to_yaml, load_config
 from turnwise.credit.datums import num_trained_tokens
 from turnwise.credit.preferences import PreferencePair
+from turnwise.envs.base import Task
+from turnwise.envs.listed import ListedTask, write_tasks
+from turnwise.envs.registry import get_world
 from turnwise.errors import ConfigError
 from turnwise.models.facts import read_facts
 from turnwise.renderers import Renderer
@@ -101,6 +105,50 @@ async def test_sft_imitates_successes_of_training_and_never_of_an_evaluation(
         await items_of(renderer, tiny_dir, "method=sft", f"data.dialogues={only_held_out}", count=8)
 
 
+async def test_nothing_is_learned_from_a_task_that_a_file_holds_out(
+    tmp_path: Path, renderer: Renderer, tiny_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stored run trained on the world's own split; the file has another one, and another id for a task."""
+    *tasks, fourth = get_world("key_door").tasks("train", 4, 0)
+    listed, held_out = tmp_path / "tasks.jsonl", [tasks[1], replace(tasks[2], id="renamed")]
+    own = ["model=tiny", f"env.tasks={listed}"]
+
+    def hold_out(held_out: Sequence[Task], train: Task) -> None:
+        test = [ListedTask(task=one, split="test") for one in held_out]
+        write_tasks(listed, [ListedTask(task=train, split="train"), *test])
+
+    def attempts(index: int) -> list[Trajectory]:
+        """A bad one and a good one; a reply has as many tokens as no other attempt."""
+        made = [
+            make_attempt([float(good)], attempt=good, sizes=[2 * index + good + 1], is_success=bool(good))
+            for good in (0, 1)
+        ]
+        return [replace(one, task_id=tasks[index].id, seed=3) for one in made]
+
+    run = write_run(tmp_path / "run", [("train", 1, one) for index in range(3) for one in attempts(index)])
+    database = sqlite3.connect(tmp_path / "run" / DATABASE)
+    database.executemany("UPDATE tasks SET data = ? WHERE id = ?", [(json.dumps(dict(t.data)), t.id) for t in tasks])
+    database.commit()
+    database.close()
+    hold_out(held_out, tasks[0])
+    items = await items_of(renderer, tiny_dir, *own, "method=sft", f"data.dialogues={run}", count=3)
+    assert {num_trained_tokens(datum) for item in items for datum in item.datums} == {2}
+    config = load_config("key_door", [*own, "method=ppo", f"critic.pretrain_from={run}"])
+    batches = Batches(assemble(config, read_facts(tiny_dir)), renderer, run)
+    studied = await batches.batch(0, None)  # type: ignore[arg-type] - nothing is sampled
+    assert {one.task_id for one in studied.trajectories} == {tasks[0].id}
+    make_pairs(run, tmp_path / "pairs", "dpo", capsys)
+    config = load_config("key_door", [*own, "method=dpo", f"data.pairs={tmp_path / 'pairs'}"])
+    supply = Supply(assemble(config, read_facts(tiny_dir)), renderer, Watchdog())
+    await supply.check()
+    assert {pair.chosen.task_id for pair in (await supply.batch(0)).items} == {tasks[0].id}
+    assert supply.left_out is not None
+    assert supply.left_out.numbers == {"left_out": 2}
+    hold_out(tasks, fourth)
+    with pytest.raises(ConfigError, match="nothing to imitate; 3 are at tasks that this run holds out"):
+        await items_of(renderer, tiny_dir, *own, "method=sft", f"data.dialogues={run}", count=1)
+
+
 async def test_sft_imitates_only_the_turns_of_a_success_that_its_run_trained(
     tmp_path: Path, renderer: Renderer, tiny_dir: Path
 ) -> None:
@@ -129,6 +177,30 @@ def test_a_pair_with_a_side_that_no_loss_reads_is_counted_and_not_written(
     found, said = make_pairs(run, tmp_path / "refuel", "refuel", capsys)
     assert [one.step for one in found] == [1]
     assert "left out: 2 masked" in said
+
+
+def test_attempts_in_other_seats_or_against_other_opponents_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def attempt(number: int, reward: float, seed: int, **labels: str) -> Trajectory:
+        one = make_attempt([reward], attempt=number, sizes=[number + 1])
+        turn = replace(one.turns[0], prompt_ids=(1, int(labels.get("seat", "0"))))
+        return replace(one, seed=seed, turns=(turn,), labels=labels)
+
+    seats = [attempt(i, reward, 7, seat=str(i % 2), opponent="self") for i, reward in enumerate((0.9, 0.1, 0.7, 0.3))]
+    run = write_run(tmp_path / "seats", [("train", 1, one) for one in seats])
+    found, said = make_pairs(run, tmp_path / "seats.parquet", "dpo", capsys)
+    assert sorted((one.pair.chosen.total_reward, one.pair.rejected.total_reward) for one in found) == [
+        (0.3, 0.1),
+        (0.9, 0.7),
+    ]
+    assert "left out" not in said
+    rewards = ((0.9, "base"), (0.8, "base"), (0.2, "tough"), (0.1, "tough"))
+    met = [attempt(i, reward, i, opponent=opponent) for i, (reward, opponent) in enumerate(rewards)]
+    run = write_run(tmp_path / "pool", [("train", 1, one) for one in met])
+    assert main(["pairs", run, "--stored", "--across-seeds", "--out", str(tmp_path / "pool.parquet")]) == 0
+    pairs = read_pairs(tmp_path / "pool.parquet")
+    assert {one.opponent: one.pair.reward_difference for one in pairs} == pytest.approx({"base": 0.1, "tough": 0.1})
 
 
 def test_refuel_pairs_that_say_the_same_where_they_part_are_counted_and_not_written(

@@ -11,7 +11,6 @@ import pytest
 from turnwise.training.steer import take_orders
 from turnwise.view.app import create_view_app
 from turnwise.view.pages import Pages
-from turnwise.view.serve import LOOPBACK
 from turnwise.watch.status import run_lock
 from view_runs import WrittenRun
 
@@ -26,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 async def client(run: Path) -> AsyncIterator[httpx2.AsyncClient]:
     pages = Pages(run.parent)
-    transport = httpx2.ASGITransport(app=create_view_app(pages, "secret", LOOPBACK))
+    transport = httpx2.ASGITransport(app=create_view_app(pages, "secret", is_local=True))
     async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8642") as client:
         yield client
     pages.close()
@@ -47,7 +46,9 @@ async def test_answers_need_the_token_and_files_hold_no_data(client: httpx2.Asyn
 
 
 async def test_a_name_that_somebody_points_at_this_machine_is_refused(client: httpx2.AsyncClient) -> None:
-    for host, status in (("evil.example:8642", 403), ("127.0.0.1.evil.example", 403), ("localhost:8642", 200)):
+    refused = ("evil.example:8642", "127.0.0.1.evil.example", "localhost.evil.example:80", "10.0.0.1", "[::2]:1", "")
+    taken = ("localhost:8642", "localhost", "127.0.0.2:8642", "[::1]:8642")  # each is an address that --host may have
+    for host, status in ((name, 403 if name in refused else 200) for name in (*refused, *taken)):
         assert (await client.get("/api/runs", headers={**TOKEN, "Host": host})).status_code == status, host
 
 

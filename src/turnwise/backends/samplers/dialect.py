@@ -55,7 +55,7 @@ class SamplerDialect(ServerDialect):
         await self._call(UnloadCall(weights.name))
 
     async def close(self) -> None:
-        """Do nothing: the sampler is ended by whoever started it."""
+        """Do nothing: the process that started the sampler ends it."""
 
     def _link(self) -> SamplerLink:
         link = self._find_link()

@@ -39,7 +39,7 @@ START_S = 300.0
 MAX_CHECK_S = 30.0
 """Seconds for a sampler to answer while it samples: one step of its engine, on a busy machine."""
 MAX_QUICK_DEATHS = 5
-"""A sampler that dies so often in a row, each time within `QUICK_S`, is not started again."""
+"""How often a sampler may die in a row, each time within `QUICK_S`, before it is not started again."""
 QUICK_S = 10.0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts, as_sleeper, bring_weights
 from turnwise.backends.servers.fleet_figures import FleetStats, FleetTimes
-from turnwise.backends.servers.http import ServerGoneError, ServerLateError
+from turnwise.backends.servers.http import ServerGoneError, ServerLateError, is_stuck, is_unreachable
 from turnwise.backends.servers.probe import Probe, check_answer
 from turnwise.backends.servers.routing import KnownPrefix, PrefixRoutes
 from turnwise.errors import ConfigError, ServiceError, TurnwiseError
@@ -145,6 +145,7 @@ class Fleet:
         }
         try:
             errors = await self._await_loads(loads)
+            late = [server for task, server in loads.items() if not task.done()]
         finally:
             await _cancel_all(loads)
         if not any(server.is_ready and server.has(weights) for server in self._servers):
@@ -155,7 +156,8 @@ class Fleet:
             if not await self._until(lambda: self._has_any(weights), self.times.wait_s):
                 del self._live[weights.name]
                 raise ServiceError(f"version {weights.version} reached no server: {self._why_out()}")
-        self.stats.num_fenced += sum(not server.has(weights) for server in self._servers if server.is_ready)
+        fenced = [server for server in self._servers if server.is_ready or server in late]
+        self.stats.num_fenced += sum(not server.has(weights) for server in fenced)
 
     async def retire(self, weights: ServedWeights) -> None:
         """Unload an adapter that nobody uses any more; a server that is down or asleep does it when it is back."""
@@ -203,7 +205,7 @@ class Fleet:
             async with asyncio.timeout(self.times.request_s):
                 await as_sleeper(server.dialect).wake()
         except (TimeoutError, ServiceError) as cause:
-            server.is_asleep = not _is_unreachable(cause)
+            server.is_asleep = not is_unreachable(cause)
             why = str(cause) or f"no answer within {self.times.request_s:g} s"
             raise ServerGoneError(f"{server.url} did not wake up: {why}") from cause
         server.is_asleep = False
@@ -279,13 +281,14 @@ class Fleet:
         server.num_running += 1
         server.num_served += 1
         try:
-            await asyncio.wait({work, server.lost}, timeout=self.times.request_s, return_when=asyncio.FIRST_COMPLETED)
+            limit_s, first = self.times.request_s, asyncio.FIRST_COMPLETED
+            while not (await asyncio.wait({work, server.lost}, timeout=limit_s, return_when=first))[0]:
+                if not server.replacing.locked():  # else its requests are paused, and have all their time afterwards
+                    limit = f"{limit_s:g} s ({self.times.request_option})"
+                    raise ServerLateError(f"{server.url} gave no answer within {limit}")
             if work.done():
                 return work.result()
-            if server.lost.done():
-                raise ServerGoneError(f"{server.url} is gone: {server.why_out}")
-            limit = f"{self.times.request_s:g} s ({self.times.request_option})"
-            raise ServerLateError(f"{server.url} gave no answer within {limit}")
+            raise ServerGoneError(f"{server.url} is gone: {server.why_out}")
         finally:
             server.num_running -= 1
             await _cancel_all([work])
@@ -326,7 +329,7 @@ class Fleet:
     async def _admit(self, server: _Server) -> None:
         """Let a server take requests, if it is what the run needs, has all versions, and answers."""
         try:
-            async with asyncio.timeout(self.times.check_s):
+            async with asyncio.timeout(self.times.first_s):
                 facts = await server.dialect.facts()
             self._check_facts(server.url, facts)
             server.wrong = None
@@ -337,9 +340,9 @@ class Fleet:
                 await self._load(server, weights)
             await self._try_out(server)
         except (TimeoutError, ServiceError, ConfigError) as error:
-            server.is_asleep &= not _is_unreachable(error)
+            server.is_asleep &= not is_unreachable(error)
             server.wrong = error if isinstance(error, ConfigError) else None
-            server.num_stuck = server.num_stuck + 1 if _is_stuck(error) else 0
+            server.num_stuck = server.num_stuck + 1 if is_stuck(error) else 0
             server.why_out = str(error) or "it does not answer"
             server.give_up_requests()
             await self._start_again(server)
@@ -356,7 +359,7 @@ class Fleet:
         """Have a server draw with the newest version, and compare."""
         newest = list(self._live.values())[-1:] or [ServedWeights(version=0)]
         request = self._probe.request
-        async with asyncio.timeout(max(self.times.check_s, self.times.request_s / 4)):
+        async with asyncio.timeout(self.times.first_s):
             answer = await server.dialect.generate(request, newest[0])
         check_answer(answer, request, server.url)
         await self._probe.check(server.url, answer.sequences[0])
@@ -477,16 +480,6 @@ class Fleet:
 
     def _why_out(self) -> str:
         return "; ".join(f"{server.url}: {server.why_out}" for server in self._servers)
-
-
-def _is_stuck(error: Exception) -> bool:
-    """Something listens there, and does not do what it is asked."""
-    return isinstance(error, TimeoutError | ServerGoneError) and not _is_unreachable(error)
-
-
-def _is_unreachable(error: Exception) -> bool:
-    """Nothing listens there: a process that comes back is another one, and is awake."""
-    return isinstance(error, ServerGoneError) and error.is_unreachable
 
 
 async def _cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

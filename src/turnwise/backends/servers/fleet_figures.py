@@ -17,11 +17,17 @@ class FleetTimes:
     """How long to wait for a server when none can take a request, and for the first one at the start."""
     check_every_s: float = 2.0
     check_s: float = 10.0
-    """Longest time of one health check, or of asking a server about itself."""
+    """Longest time of one health check."""
     load_s: float = 120.0
     """Longest time of loading one adapter on one server."""
     laggard_s: float = 15.0
     """How much longer than the first server the others may take to load a new version before they are fenced off."""
+
+    @property
+    def first_s(self) -> float:
+        """Longest time of asking a server about itself, and of its first reply: it draws tokens for both, and its first
+        ones may take long."""
+        return max(self.check_s, self.request_s / 4)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,10 +9,9 @@ from turnwise.engine.device_info import choose_device, is_cpu_chosen, num_gpus
 from turnwise.engine.machine_share import count_here
 from turnwise.errors import ConfigError
 from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.server_options import NO_OTHER, OTHER_SAMPLERS
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-DEFAULT_SHARE = {"vllm": 0.9, "sglang": 0.9}
-"""Share of a GPU's memory that a server takes at most if `rollout.gpu_memory_utilization` does not say; about that."""
 
 
 def choose_server_gpus(engine: EngineConfig, cluster: ClusterConfig, rollout: RolloutConfig) -> tuple[int, ...]:
@@ -20,7 +19,7 @@ def choose_server_gpus(engine: EngineConfig, cluster: ClusterConfig, rollout: Ro
 
     Raises a `ConfigError` if this machine has too few, or if Ray gives the others to learners.
     """
-    if rollout.url or rollout.backend not in DEFAULT_SHARE or is_cpu_chosen(engine):
+    if rollout.url or not _share(rollout) or is_cpu_chosen(engine):
         return ()
     device = choose_device(engine)[0]
     gpus, size = num_gpus(device.type), rollout.tensor_parallel_size
@@ -56,7 +55,7 @@ def check_server_fits(
     num_learners = _most_learners(choose_server_gpus(engine, cluster, rollout), engine, cluster)
     if not num_learners or rollout.placement == "colocated":
         return
-    share = rollout.gpu_memory_utilization or DEFAULT_SHARE[rollout.backend]
+    share = rollout.gpu_memory_utilization or _share(rollout)
     if num_learners * needed + share * total <= total:
         return
     gib = 1 << 30
@@ -66,6 +65,11 @@ def check_server_fits(
         f"{total / gib:.1f} GiB, and weights and what is trained need {num_learners * needed / gib:.1f} GiB; set "
         "rollout.gpu_memory_utilization, rollout.placement=colocated, fewer learners, or rollout.url"
     )
+
+
+def _share(rollout: RolloutConfig) -> float:
+    """The share of a GPU that a server of this backend takes by default; 0 for a backend without servers."""
+    return OTHER_SAMPLERS.get(rollout.backend, NO_OTHER).gpu_share
 
 
 def _most_learners(gpus: tuple[int, ...], engine: EngineConfig, cluster: ClusterConfig) -> int:

@@ -41,6 +41,16 @@ class ServerRefusedError(ServiceError):
         self.status = status
 
 
+def is_unreachable(error: Exception) -> bool:
+    """Nothing listens there: a process that comes back is another one, and is awake."""
+    return isinstance(error, ServerGoneError) and error.is_unreachable
+
+
+def is_stuck(error: Exception) -> bool:
+    """Something listens there, and does not do what it is asked."""
+    return isinstance(error, TimeoutError | ServerGoneError) and not is_unreachable(error)
+
+
 class JsonServer:
     """One server's connections. Use it from one event loop."""
 

@@ -76,7 +76,7 @@ class ModelProbe(Probe):
             self._accepted.setdefault(url, self.models[url])
 
     def request_by(self, tokenizer: Any) -> SampleRequest:
-        """A sentence to go on with. It is not scored itself: see `vllm_dialect.Turnstile`."""
+        """A sentence to go on with. It is not scored itself: see `VllmDialect`."""
         prompt: list[int] = tokenizer.encode(SENTENCE)[: max(1, self._most_tokens // 2)]
         params = SamplingParams(max_tokens=min(NUM_COMPARED, self._most_tokens - len(prompt)), seed=0, stop=[])
         return SampleRequest(prompt, params)

@@ -38,6 +38,7 @@ from turnwise.client.local_clients import LocalTrainingClient
 from turnwise.client.shared_weights import SharedWeights
 from turnwise.errors import CheckpointError, ConfigError, DataError, ServiceError
 from turnwise.models.facts import is_tied, read_facts
+from turnwise.models.tokenizer import load_tokenizer
 from turnwise.runtime.background_loop import BackgroundLoop
 from turnwise.types import ModelInput, SampledSequence, SampleRequest, SampleResponse
 
@@ -75,7 +76,7 @@ class FleetSamplingClient(SamplingClient):
 
     def get_tokenizer(self) -> Any:
         """Return the base model's transformers tokenizer."""
-        return _load_tokenizer(self._model_directory)
+        return load_tokenizer(self._model_directory)
 
     def get_base_model(self) -> str:
         return str(self._model_directory)
@@ -133,7 +134,12 @@ class FleetPublisher(Publisher):
     def fleet_times(self) -> FleetTimes:
         """The deadlines of the fleet; asked when the servers have started."""
         rollout = self.setup.rollout
-        return FleetTimes(request_s=rollout.reply_deadline_s, wait_s=rollout.server_wait_s)
+        times = FleetTimes(request_s=rollout.reply_deadline_s, wait_s=rollout.server_wait_s)
+        if rollout.publish == "adapter":
+            return times
+        # A server reads whole weights for as long as when it starts, and with `end` it finishes its replies first.
+        replies_s = times.request_s if rollout.kv_across_updates == "end" else 0.0
+        return replace(times, load_s=max(times.load_s, rollout.server_start_s) + replies_s)
 
     def check_facts(self, url: str, facts: ServerFacts) -> None:
         """Refuse a server whose model cannot be the run's, or is not the one that it had before."""
@@ -472,11 +478,3 @@ def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
     if response.prompt_logprobs is None:
         raise ServiceError("the server returned no logprobs of the prompt")
     return list(response.prompt_logprobs)
-
-
-@functools.cache
-def _load_tokenizer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    loader: Any = AutoTokenizer
-    return loader.from_pretrained(str(directory))

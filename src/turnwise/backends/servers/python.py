@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,16 @@ def size_arguments(rollout: RolloutConfig, names: Mapping[str, str]) -> list[str
         if value != RolloutConfig.model_fields[option].default:
             found += [argument, str(value)]
     return found
+
+
+def given_value(arguments: Sequence[str], name: str) -> str | None:
+    """The value of an argument that the user gave the server, as `--name value` or `--name=value`."""
+    for given, following in zip_longest(arguments, arguments[1:]):
+        if given == name:
+            return following
+        if given.startswith(f"{name}="):
+            return given.partition("=")[2]
+    return None
 
 
 def check_module(python: str, module: str) -> str:

@@ -31,8 +31,9 @@ ADVICE: Mapping[str, str] = {
     INIT_TRANSFER: DEV_MODE,
 }
 """Routes that a run may need, and how a server gets them."""
-ASK_S, LOAD_S, GENERATE_S = 30.0, 300.0, 3600.0
-"""Deadlines: for facts and switches, for weights and memory, and for a reply (the fleet has its own, shorter one)."""
+ASK_S, LOAD_S, UPDATE_S, GENERATE_S = 30.0, 300.0, 3600.0, 3600.0
+"""Deadlines: for facts and switches, for adapters and memory, for whole weights, and for a reply (the fleet has shorter
+ones for these two)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +180,11 @@ class VllmHttp(VllmCalls):
                 raise
 
     async def pause(self, mode: str) -> None:
-        await self._server.post(f"{PAUSE}?mode={mode}", deadline_s=LOAD_S)
+        await self._server.post(f"{PAUSE}?mode={mode}", deadline_s=UPDATE_S)
 
     async def reload(self, directory: Path) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
-        await self._server.post(RPC, body, deadline_s=LOAD_S)
+        await self._server.post(RPC, body, deadline_s=UPDATE_S)
 
     async def init_transfer(self, settings: Mapping[str, Any]) -> None:
         await self._server.post(INIT_TRANSFER, {"init_info": dict(settings)}, deadline_s=LOAD_S)

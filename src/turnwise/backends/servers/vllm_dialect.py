@@ -21,6 +21,7 @@ from typing import Any
 
 from turnwise.backends.servers.dialect import ServedWeights, ServerDialect, ServerFacts
 from turnwise.backends.servers.http import ServerGoneError, ServerRefusedError
+from turnwise.backends.servers.turnstile import Turnstile
 from turnwise.backends.servers.vllm_calls import (
     GENERATE,
     INIT_TRANSFER,
@@ -44,52 +45,6 @@ FLOOR = -9999.0
 """What vLLM says for a logprob that is not finite, and for one that it does not have."""
 NUM_PROBED = 5
 """Best tokens whose logprobs tell whether the server heeds the temperature."""
-
-
-class Turnstile:
-    """Lets many requests pass side by side, or one alone.
-
-    A vLLM that serves adapters scores a prompt with one adapter per request of its batch, so a prompt that is scored
-    beside other requests ends the server ("einsum(): subscript b ..."), or gets the adapter of another request.
-    """
-
-    def __init__(self) -> None:
-        self._is_free = asyncio.Condition()
-        self._num_inside = 0
-        self._num_alone = 0
-
-    @contextlib.asynccontextmanager
-    async def beside_others(self) -> AsyncIterator[None]:
-        """Wait until nobody is alone inside, or waits to be."""
-        async with self._is_free:
-            await self._is_free.wait_for(lambda: not self._num_alone)
-            self._num_inside += 1
-        try:
-            yield
-        finally:
-            await self._leave()
-
-    @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """Wait until nobody is inside; meanwhile nobody else enters."""
-        self._num_alone += 1
-        try:
-            async with self._is_free:
-                await self._is_free.wait_for(lambda: not self._num_inside)
-                self._num_inside += 1
-            try:
-                yield
-            finally:
-                await self._leave()
-        finally:
-            self._num_alone -= 1
-            async with self._is_free:
-                self._is_free.notify_all()
-
-    async def _leave(self) -> None:
-        async with self._is_free:
-            self._num_inside -= 1
-            self._is_free.notify_all()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +80,12 @@ class VllmDialect(ServerDialect):
         """Names the weights that this process brings: servers outlive runs, and several runs may share one."""
         self._num_replaced = 0
         """Times that the whole weights were replaced from here."""
+        self._first_weights: str | None = None
+        """vLLM's name of the weights that it had when it was let in for the first time. Adapters belong to them."""
         self._turnstile = Turnstile()
+        """Lets a prompt be scored alone. A vLLM that serves adapters scores a prompt with one adapter per request of
+        its batch, so a prompt that is scored beside other requests ends the server ("einsum(): subscript b ..."), or
+        gets the adapter of another request."""
         self._blank: asyncio.Task[str] | None = None
         """Loads the blank adapter; its result is the adapter's name."""
 
@@ -260,7 +220,7 @@ class VllmDialect(ServerDialect):
         reason, tokens = choice["finish_reason"], [int(token) for token in choice["token_ids"]]
         if reason not in ("stop", "length"):
             raise ServerGoneError(f"the server ended the request after {len(tokens)} tokens: {reason}")
-        versions = self._versions(choice.get("weight_versions"), len(tokens))
+        versions = self._versions(choice.get("weight_versions") or (), len(tokens))
         return SampledSequence(
             stop_reason=reason,
             tokens=tokens,
@@ -268,25 +228,29 @@ class VllmDialect(ServerDialect):
             versions=None if weights.adapter_name is not None else versions,
         )
 
-    def _versions(self, spans: Sequence[Mapping[str, Any]] | None, num_tokens: int) -> list[int] | None:
+    def _versions(self, spans: Sequence[Mapping[str, Any]], num_tokens: int) -> list[int] | None:
         """The version of each token; None where the server's own weights were never replaced from here."""
-        names = [str(span["version"]) for span in spans or ()]
-        others = [name for name in names if not name.startswith(f"{self._own}-")]
-        if not self._use.replaces_weights:
-            others = [name for name in others if name.startswith(f"{PUBLISHED}-")]
-        if others and (self._num_replaced or not self._use.replaces_weights):
+        names = [str(span["version"]) for span in spans]
+        others = [name for name in names if not self._is_of_run(name)]
+        if others:
             raise ServerGoneError(
                 f"the server at {self.url} has other weights than this run needs ({others[0]}): another run replaced "
                 "them (rollout.publish=weights), or the server was started again. Start it again with the run's model, "
                 "and give each run that replaces weights a server of its own"
             )
-        if not names or not self._num_replaced:
+        if not self._num_replaced:
             return None
-        ends = [(int(name.rpartition("-")[2]), span) for name, span in zip(names, spans or (), strict=True)]
+        ends = [(int(name.rpartition("-")[2]), span) for name, span in zip(names, spans, strict=True)]
         found = [version for version, span in ends for _ in range(int(span["end"]) - int(span["start"]))]
         if len(found) != num_tokens:
             raise ValueError(f"weight_versions name {len(found)} tokens of {num_tokens}")
         return found
+
+    def _is_of_run(self, name: str) -> bool:
+        """Whether weights of this name may draw for the run."""
+        if self._use.replaces_weights:
+            return not self._num_replaced or name.startswith(f"{self._own}-")
+        return self._first_weights in (None, name) and not name.startswith(f"{PUBLISHED}-")
 
     async def _has_raw_logprobs(self) -> bool:
         """Whether the server's logprobs leave the temperature out: half the temperature then does not spread them
@@ -304,8 +268,10 @@ class VllmDialect(ServerDialect):
             "seed": 0,
         }
         body = {"model": self._found.name, "token_ids": list(PROBE_IDS), "sampling_params": params}
-        answer = await self._calls.generate(body)
-        (drawn,) = answer["choices"][0]["logprobs"]["content"]
+        (choice,) = (await self._calls.generate(body))["choices"]
+        names = [str(span["version"]) for span in choice.get("weight_versions") or ()]
+        self._first_weights = self._first_weights or next(iter(names), None)
+        (drawn,) = choice["logprobs"]["content"]
         by_rank = {int(one["rank"]): float(one["logprob"]) for one in drawn["top_logprobs"]}
         return by_rank[1] - by_rank[NUM_PROBED - 1]  # the drawn token, of whatever rank, may take the last place
 

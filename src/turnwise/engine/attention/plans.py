@@ -370,12 +370,32 @@ class PagedPlan:
         """Keys and values that some token of a chunk sees, [1, KV heads, tokens, D]; the chunk's own are the last."""
         if not chunk.num_cached:
             return key[:, :, chunk.start : chunk.stop], value[:, :, chunk.start : chunk.stop]
-        stop = chunk.num_cached + chunk.stop - chunk.start
-        return self.cache.read(layer, chunk.blocks, self.first_seen(chunk), stop)
+        return self.cache.read(layer, chunk.blocks, self.first_seen(chunk), self._stop(chunk))
 
     def first_seen(self, chunk: Chunk) -> int:
         """The first position of its sequence that a chunk sees."""
         return 0 if self.window is None else max(0, chunk.num_cached - self.window + 1)
+
+    def prompts(self) -> tuple[np.ndarray, np.ndarray]:
+        """[chunks, 5] int64, and the blocks of all chunks, end to end.
+
+        Of each chunk: its first new token after the decode rows, its new tokens, the first position that they see, how
+        many they see, and where its blocks begin.
+        """
+        if "_prompts" not in self.__dict__:
+            held = [chunk.blocks for chunk in self.chunks]
+            starts = np.cumsum([0, *map(len, held)])
+            firsts = [self.first_seen(chunk) for chunk in self.chunks]
+            lines = [
+                (chunk.start - self.num_decode, chunk.stop - chunk.start, first, self._stop(chunk) - first, start)
+                for chunk, first, start in zip(self.chunks, firsts, starts, strict=False)
+            ]
+            self.__dict__["_prompts"] = np.array(lines, dtype=np.int64), np.concatenate(held).astype(np.int64)
+        return self.__dict__["_prompts"]
+
+    def _stop(self, chunk: Chunk) -> int:
+        """The length of a chunk's sequence with its new tokens."""
+        return chunk.num_cached + chunk.stop - chunk.start
 
     def prefill_varlen(self) -> Varlen:
         """All chunks in one variable-length call; keys come from the cache when some chunk continues a sequence."""

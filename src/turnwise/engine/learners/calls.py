@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnwise.engine.config import EngineConfig
-from turnwise.engine.training.objective import LossSettings
+from turnwise.engine.training.objective import LossSettings, PassDatum
 from turnwise.losses.outside import LossFunction
-from turnwise.types import AdamParams, Datum, LoraConfig
+from turnwise.types import AdamParams, LoraConfig
 
 FloatColumn = NDArray[np.float32]
 
@@ -68,7 +68,8 @@ class RunCall:
     """Run a share of a batch, with or without a gradient."""
 
     number: int
-    datums: Sequence[Datum]
+    datums: Sequence[PassDatum]
+    """Rank 0 has checked them."""
     loss_fn: str | LossFunction
     settings: LossSettings
     is_learning: bool

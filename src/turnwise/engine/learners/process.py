@@ -37,9 +37,10 @@ from turnwise.engine.learners.rounds import ExchangeError, ShardRounds
 from turnwise.engine.model.sharded import ShardPlace
 from turnwise.engine.samplers.host import SamplerHost, serve_samples
 from turnwise.engine.training import shard_files
+from turnwise.engine.training.objective import PassLoss
 from turnwise.engine.training.sharded_weights import ShardedFullWeights
 from turnwise.engine.training.trainable import Trainable
-from turnwise.engine.training.trainer import FinishedJob
+from turnwise.engine.training.trainer import FinishedJob, TrainingJob
 from turnwise.engine.worker import EngineWorker
 
 T = TypeVar("T")
@@ -145,12 +146,7 @@ class LearnerProcess:
         return reply
 
     def _run_share(self, call: RunCall) -> Work[RunReply]:
-        trainable, arguments = self._trainables[call.number], (call.loss_fn, call.settings)
-        if call.is_learning:
-            (finished,) = yield from self._engine.learn_jobs([(trainable, call.datums)], *arguments)
-        else:
-            finished = yield from self._engine.read_job(trainable, call.datums, *arguments)
-        return reply_of(finished)
+        return (yield from run_share(self._engine, self._trainables[call.number], call))
 
 
 def _nothing() -> Work[None]:
@@ -162,6 +158,23 @@ def create(engine: Engine, kind: str, lora: Any, number: int) -> Trainable:
     if kind == "full":
         return engine.create_full(number)
     return engine.create_critic(lora) if kind == "critic" else engine.create_adapter(lora)
+
+
+def make_job(trainable: Trainable, call: RunCall) -> tuple[PassLoss, TrainingJob]:
+    """The loss and the datums of a share, or of a whole batch."""
+    objective = trainable.objective
+    loss = objective.make_loss(call.loss_fn, call.settings, is_learning=call.is_learning)
+    return loss, TrainingJob(weights=trainable, datums=call.datums, objective=objective)
+
+
+def run_share(engine: Engine, trainable: Trainable, call: RunCall) -> Work[RunReply]:
+    """Run a share on the engine of its learner."""
+    loss, job = make_job(trainable, call)
+    if call.is_learning:
+        (finished,) = yield from engine.learn_checked([trainable], [job], loss, call.settings)
+    else:
+        finished = yield from engine.read_checked(job, loss, call.loss_fn, call.settings)
+    return reply_of(finished)
 
 
 def take_state(ranks: LearnerCollective, trainable: Trainable) -> None:

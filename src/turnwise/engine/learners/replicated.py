@@ -39,7 +39,7 @@ from turnwise.engine.learners.calls import (
 from turnwise.engine.learners.collective import MEET_S, LearnerCollective, choose_backend, lead_store
 from turnwise.engine.learners.group import GONE_S, LearnerGroup
 from turnwise.engine.learners.places import LearnerPlaces
-from turnwise.engine.learners.process import reply_of, sum_gradients, take_state
+from turnwise.engine.learners.process import make_job, run_share, sum_gradients, take_state
 from turnwise.engine.learners.rounds import ExchangeError
 from turnwise.engine.learners.shares import share_datums
 from turnwise.engine.learners.step_copies import StepCopies, is_whole
@@ -47,11 +47,11 @@ from turnwise.engine.model.sharded import ShardExchange
 from turnwise.engine.samplers.links import SamplerLink
 from turnwise.engine.training.critic import CriticAdapter
 from turnwise.engine.training.full_weights import FullWeights
-from turnwise.engine.training.objective import LossSettings
+from turnwise.engine.training.objective import LossSettings, PassLoss
 from turnwise.engine.training.preference_losses import PreferenceLoss, pair_number
 from turnwise.engine.training.sharded_weights import ShardedFullWeights
 from turnwise.engine.training.trainable import LoraAdapter, Trainable
-from turnwise.engine.training.trainer import FinishedJob
+from turnwise.engine.training.trainer import FinishedJob, TrainingJob
 from turnwise.errors import ConfigError, DataError, LearnerError, LearnerLostError
 from turnwise.losses.outside import LossFunction
 from turnwise.runtime.torchrun import read_world
@@ -183,10 +183,9 @@ class ReplicatedEngine(Engine):
     def read_job(
         self, adapter: Trainable, datums: Sequence[Datum], loss_fn: str | LossFunction, loss_fn_config: LossSettings
     ) -> Generator[None, None, FinishedJob]:
-        loss, (job,) = self.make_jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
-        run = RunCall(self._created[adapter].number, datums, loss_fn, loss_fn_config, is_learning=False)
-        whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
-        return (yield from self._run_shares(whole, run, adapter))
+        _, (job,) = self.make_jobs([(adapter, datums)], loss_fn, loss_fn_config, is_learning=False)
+        run = RunCall(self._created[adapter].number, job.datums, loss_fn, loss_fn_config, is_learning=False)
+        return (yield from self._run_shares(run, adapter))
 
     def learn_jobs(
         self,
@@ -194,12 +193,11 @@ class ReplicatedEngine(Engine):
         loss_fn: str | LossFunction,
         loss_fn_config: LossSettings,
     ) -> Generator[None, None, list[FinishedJob]]:
-        loss, jobs = self.make_jobs(batches, loss_fn, loss_fn_config, is_learning=True)
+        _, jobs = self.make_jobs(batches, loss_fn, loss_fn_config, is_learning=True)
         finished: list[FinishedJob] = []
-        for (adapter, datums), job in zip(batches, jobs, strict=True):
-            run = RunCall(self._created[adapter].number, datums, loss_fn, loss_fn_config, is_learning=True)
-            whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
-            finished.append((yield from self._run_shares(whole, run, adapter)))
+        for (adapter, _), job in zip(batches, jobs, strict=True):
+            run = RunCall(self._created[adapter].number, job.datums, loss_fn, loss_fn_config, is_learning=True)
+            finished.append((yield from self._run_shares(run, adapter)))
         return finished
 
     def forward_backward_custom(
@@ -220,11 +218,11 @@ class ReplicatedEngine(Engine):
         super().close()
         self._places.close()
 
-    def _run_shares(self, whole: FinishedJob, run: RunCall, adapter: Trainable) -> Generator[None, None, FinishedJob]:
+    def _run_shares(self, run: RunCall, adapter: Trainable) -> Generator[None, None, FinishedJob]:
         """Run every learner's share, again if a learner is lost, and put the numbers of all together."""
         while True:
             try:
-                finished = yield from self._run_once(whole, run, adapter)
+                finished = yield from self._run_once(run, adapter)
             except LearnerLostError as lost:
                 yield from self._recover(lost)
             else:
@@ -232,10 +230,11 @@ class ReplicatedEngine(Engine):
                     self._learned.setdefault(adapter, []).append(run)
                 return finished
 
-    def _run_once(self, whole: FinishedJob, run: RunCall, adapter: Trainable) -> Generator[None, None, FinishedJob]:
+    def _run_once(self, run: RunCall, adapter: Trainable) -> Generator[None, None, FinishedJob]:
         what = "run its share of a batch"
         group, _ = self._learners()
-        shares = self._shares(whole)
+        loss, job = make_job(adapter, run)
+        shares = self._shares(loss, job)
         called = [rank for rank, members in enumerate(shares) if members or self._cluster.shard]
         busy = [rank for rank in called if rank]
         for rank in busy:
@@ -250,6 +249,7 @@ class ReplicatedEngine(Engine):
                 group.give_up(f"learner 0 failed to {what}: {cause!r}", cause)
         if run.is_learning:
             adapter.has_gradient = True
+        whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
         replies = own | (yield from group.answers(what, busy))
         return _put_together(whole, {rank: (shares[rank], one) for rank, one in replies.items() if one is not None})
 
@@ -279,7 +279,7 @@ class ReplicatedEngine(Engine):
                     self._spread(trainable)
                 for trainable, runs in list(self._learned.items()):
                     for run in runs:
-                        yield from self._run_again(trainable, run)
+                        yield from self._run_once(run, trainable)
             except LearnerLostError as again:
                 lost = again
             else:
@@ -309,25 +309,16 @@ class ReplicatedEngine(Engine):
                 self._size -= 1
                 self._tell(f"a learner cannot be started again ({error}); going on with {self._size}")
 
-    def _run_again(self, trainable: Trainable, run: RunCall) -> Generator[None, None, None]:
-        batches = [(trainable, run.datums)]
-        loss, (job,) = self.make_jobs(batches, run.loss_fn, run.settings, is_learning=True)
-        whole = FinishedJob(job, self.trainer.start_result(job, loss.needs_entropy), loss)
-        yield from self._run_once(whole, run, trainable)
-
     def _run_own(self, part: RunCall, adapter: Trainable) -> Generator[None, None, RunReply | None]:
-        if part.is_learning:
-            (finished,) = yield from super().learn_jobs([(adapter, part.datums)], part.loss_fn, part.settings)
-        else:
-            finished = yield from super().read_job(adapter, part.datums, part.loss_fn, part.settings)
-        return reply_of(finished)
+        return (yield from run_share(self, adapter, part))
 
-    def _shares(self, whole: FinishedJob) -> list[list[int]]:
-        datums: Sequence[Any] = whole.job.datums
+    def _shares(self, loss: PassLoss, job: TrainingJob) -> list[list[int]]:
+        datums: Sequence[Any] = job.datums
         units = None
-        if isinstance(whole.loss, PreferenceLoss):
+        if isinstance(loss, PreferenceLoss):
             units = [abs(pair_number(index, datum)) for index, datum in enumerate(datums)]
-        return share_datums([datum.input_ids for datum in datums], self._size, units)
+        sequences = [datum.input_ids for datum in datums]
+        return share_datums(sequences, self._size, units, min_shared=self.trainer.min_shared)
 
     def _mirror(self, trainable: Any, create: CreateCall) -> Any:
         """Make the same trainable on every other learner, with this one's values."""

@@ -77,7 +77,7 @@ class ShardRounds:
         self.is_open = True
 
     def finish(self) -> Generator[None, None, None]:
-        """Take part until nobody wants anything."""
+        """Take part until no learner needs anything."""
         is_over = False
         while not is_over:
             is_over = self._round(_Wish(_Kind.DONE), None)

@@ -13,24 +13,41 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from turnwise.engine.training.pack import MIN_SHARED, is_worth_sharing, num_shared, sort_key
+
 Ids = NDArray[np.int64]
 
 
-def share_datums(sequences: Sequence[Ids], num_learners: int, units: Sequence[int] | None = None) -> list[list[int]]:
+def share_datums(
+    sequences: Sequence[Ids],
+    num_learners: int,
+    units: Sequence[int] | None = None,
+    *,
+    min_shared: int = MIN_SHARED,
+) -> list[list[int]]:
     """The indices of each learner's datums, in their own order; a learner may get none.
 
     Args:
         sequences: the input ids of each datum.
         units: the unit of each datum; datums of one unit, such as a pair, stay together. Default: each on its own.
+        min_shared: a pass computes fewer common tokens than these once for each datum.
     """
     members: dict[int, list[int]] = {}
     for index, unit in enumerate(units if units is not None else range(len(sequences))):
         members.setdefault(unit, []).append(index)
-    walk = sorted(members.values(), key=lambda own: tuple(sequences[own[0]].tolist()))
-    costs = [_cost(sequences, own) for own in walk]
-    shared = [0, *(_num_shared(sequences[a[-1]], sequences[b[0]]) for a, b in itertools.pairwise(walk))]
+    walk = sorted(members.values(), key=lambda own: sort_key(sequences[own[0]]))
+
+    def saved(first: int, second: int) -> int:
+        """Tokens of the second datum that a pass over both does not compute."""
+        common = num_shared(sequences[first], sequences[second])
+        return common if is_worth_sharing(sequences[first], sequences[second], common, min_shared) else 0
+
+    costs = [
+        sum(len(sequences[i]) for i in own) - sum(itertools.starmap(saved, itertools.pairwise(own))) for own in walk
+    ]
+    shared = [0, *(saved(a[-1], b[0]) for a, b in itertools.pairwise(walk))]
     low, high = max(costs, default=0), sum(costs)
-    while low < high:  # the least load with which a cut into so many pieces exists
+    while low < high:  # the least load with which such a cut exists
         middle = (low + high) // 2
         if len(_cut(costs, shared, middle)) <= num_learners:
             high = middle
@@ -42,7 +59,7 @@ def share_datums(sequences: Sequence[Ids], num_learners: int, units: Sequence[in
 
 
 def _cut(costs: Sequence[int], shared: Sequence[int], most: int) -> list[list[int]]:
-    """Fill one piece after the other with at most so many tokens; what follows its neighbour shares its beginning."""
+    """Fill one piece after the other up to a limit of tokens. Neighbours share their beginnings."""
     pieces: list[list[int]] = []
     load = 0
     for unit, cost in enumerate(costs):
@@ -54,18 +71,3 @@ def _cut(costs: Sequence[int], shared: Sequence[int], most: int) -> list[list[in
             pieces.append([unit])
             load = cost
     return pieces
-
-
-def _cost(sequences: Sequence[Ids], own: Sequence[int]) -> int:
-    """Tokens that a unit computes."""
-    total = len(sequences[own[0]])
-    for before, index in itertools.pairwise(own):
-        total += len(sequences[index]) - _num_shared(sequences[before], sequences[index])
-    return total
-
-
-def _num_shared(first: Ids, second: Ids) -> int:
-    """Leading tokens that two sequences have in common."""
-    length = min(len(first), len(second))
-    differs = np.nonzero(first[:length] != second[:length])[0]
-    return int(differs[0]) if len(differs) else length

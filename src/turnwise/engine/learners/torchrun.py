@@ -28,6 +28,7 @@ from turnwise.engine.learners.process import serve
 from turnwise.engine.learners.send import send_within
 from turnwise.engine.machine_share import MachineShare
 from turnwise.errors import ConfigError, LearnerError
+from turnwise.runtime.network import is_loopback
 from turnwise.runtime.torchrun import TorchrunWorld
 
 dist: Any = torch.distributed  # stores have no type stubs
@@ -160,7 +161,7 @@ def find_own_host(world: TorchrunWorld) -> str:
         ) from cause
     if not source.startswith("127."):
         return source
-    if master == "localhost" or master.startswith("127."):
+    if is_loopback(master):
         raise ConfigError(
             f"torchrun's MASTER_ADDR={master} is this machine alone, and its ranks are on several machines; give "
             "torchrun --master-addr or --rdzv-endpoint an address that every machine reaches"

@@ -86,7 +86,7 @@ class ExpertLayer:
         self._anchor = torch.zeros(1, requires_grad=True)
 
     def weights(self) -> ExpertWeights:
-        """As the module holds them now: the base's, or those that a pass put in their place."""
+        """The weights that the module holds now: the base's, or those that a pass put in their place."""
         module = self._module
         gate_up, down = module.gate_up_proj, module.down_proj
         if module.is_transposed:

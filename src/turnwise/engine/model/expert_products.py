@@ -1,4 +1,4 @@
-"""The products of routed experts with the adapters that lie on them, forward and backward.
+"""The products of routed experts and of their adapters, forward and backward.
 
 Every token uses K experts, so there are M = N K rows, sorted by expert (`ops.experts`). An adapter has A and B of its
 own for every expert; the rows of its tokens, sorted by expert too, are one `AdapterRows`.
@@ -133,7 +133,7 @@ class KeptExperts:
 def find_adapter_rows(
     weights: ExpertWeights, choice_NK: Tensor, groups: Groups, route: Route, spans: Sequence[SpanWeights]
 ) -> list[AdapterRows]:
-    """The rows of every adapter that lies on these experts."""
+    """The rows of every adapter that these experts have."""
     if route.bank is not None:
         found = bank_rows(weights, choice_NK, groups, route.bank)
         return [] if found is None else [found]

@@ -9,8 +9,8 @@ The body keeps what is listed here, and the memory plan adds it up (`engine/budg
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from turnwise.engine.config import Activations
 from turnwise.engine.ops.facts import DeviceFacts
 from turnwise.models.blocks import BlockSpec
 from turnwise.models.facts import ModelSizes
@@ -83,8 +83,6 @@ def kept_bytes(sizes: ModelSizes, itemsize: int, rank: int, facts: DeviceFacts) 
     return sum(kept.size * kept.itemsize for kept in kept_tensors(sizes, itemsize, rank, facts))
 
 
-Activations = Literal["auto", "keep", "recompute", "split"]
-"""`engine.activations`"""
 PLAIN_STRETCH = 4 / 3
 """Transformers' layers keep about this many times what ours do."""
 MIN_PART_TOKENS = 256

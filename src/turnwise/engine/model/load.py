@@ -209,7 +209,7 @@ class CausalModel:
         return hidden if rows is None else hidden[rows]
 
     def _keeps_all(self, num_tokens: int, route: Route) -> bool:
-        """Whether transformers' layers have room for all that they keep, which is more than what ours do."""
+        """Whether there is memory for all that transformers' layers keep, which is more than what our layers keep."""
         rank = max((span.weights.lora.rank for span in route.spans if span.weights.pairs), default=0)
         one = PassSizes(self.sizes, self.activation_dtype.itemsize, rank, self.ops.facts)
         return self._room.choose(one, int(num_tokens * PLAIN_STRETCH), can_split=False).keeps_all

@@ -47,7 +47,7 @@ class LoraWeights:
         self.shapes = dict(shapes)
         self.scale = LORA_ALPHA / lora.rank
         self.expert_scale = next((LORA_ALPHA / s.rank(lora) for s in shapes.values() if s.experts), 1.0)
-        """The scale of what lies on routed experts, whose rank is another one."""
+        """The scale of adapters on routed experts, whose rank is another one."""
         self.flat = flat
         self.pairs = split_pairs(flat, shapes, lora)
 
@@ -117,7 +117,7 @@ class BankRoute:
     banks: Mapping[str, Any]
     """The banks (A and B of all slots), by group of linears."""
     generation: int
-    """How often the banks were laid out again."""
+    """How many times the layout of the banks was rebuilt."""
     runs: Sequence[tuple[int, int, int]]
     """(first row, rows, slot) of each adapter's neighbouring rows."""
     tiles: Tensor

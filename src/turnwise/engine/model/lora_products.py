@@ -1,4 +1,4 @@
-"""Products of a group of linears with the adapters that lie on it, forward and backward.
+"""Products of a group of linears and of the adapters on them, forward and backward.
 
 Linears that read the same input are one product; every adapter adds scale (x A') B' on its span of the packed tokens.
 The base is frozen: backward computes only gradients of activations and, in place, of adapters.

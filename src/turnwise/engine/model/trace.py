@@ -1,4 +1,4 @@
-"""What every part of a model put out in a pass, so that two ways to run it can be compared part by part.
+"""The output of every part of a model in a pass, to compare two ways to run it part by part.
 
 Parts are named by transformers' own module names: "embedding" (what the first layer reads), "layer 3 self_attn",
 "layer 3 mlp", "last norm".

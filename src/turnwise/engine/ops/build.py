@@ -53,6 +53,13 @@ def library() -> ctypes.CDLL | None:
     return _loaded[0]
 
 
+def built_library() -> ctypes.CDLL:
+    """The library, for kernels that are chosen only where it could be built."""
+    found = library()
+    assert found is not None, "chosen only where the library is built"
+    return found
+
+
 def open_library() -> ctypes.CDLL | None:
     """Build and open the library; None, with a warning, where that fails."""
     compiler = find_compiler()

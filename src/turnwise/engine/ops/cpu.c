@@ -5,6 +5,7 @@
  *
  * Every entry point takes the number of threads; without OpenMP the pragmas vanish and one thread does the work.
  */
+#include "cpu_kernels.h"
 #include "cpu_vectors.h"
 
 /* ---- Paged decode attention ---------------------------------------------------------------------------------------

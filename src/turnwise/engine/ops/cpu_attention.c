@@ -6,6 +6,7 @@
  * the end.
  * Rows hold D floats in sequence; everything else may be strided.
  */
+#include "cpu_kernels.h"
 #include "cpu_tiles.h"
 
 enum {
@@ -215,6 +216,88 @@ int tw_attend(void *const *data, const int64_t *strides, const int64_t *sizes, f
         free(panels);
     }
     return failed;
+}
+
+/* ---- Prompts over the KV cache ----------------------------------------------------------------------------------- */
+
+/* New tokens of one sequence: rows [row, row + rows) of the queries. They see `keys` tokens from position `first` on, of
+ * which they are the last; the sequence's blocks begin at `block` of the list. */
+typedef struct {
+    int64_t row, rows, first, keys, block;
+} Prompt;
+
+/* `count` tokens of one KV head from position `first` on, one behind the other. */
+static void collect(const Side *cache, const int64_t *blocks, int64_t block_size, int64_t kv_head, int64_t first,
+                    int64_t count, int64_t D, float *to) {
+    for (int64_t t = first; t < first + count; t++, to += D)
+        memcpy(to, row_of(cache, blocks[t / block_size], kv_head, t % block_size), sizeof(float) * D);
+}
+
+/* What one thread works with: a KV head's keys and values, and the panels of both. */
+static float *open_room(int64_t keys, int64_t D) {
+    int64_t padded = round_up(keys, NR);
+    return malloc(sizeof(float) * (2 * keys * D + padded * (D + round_up(D, LANES))));
+}
+
+static int have_blocks(const Prompt *prompts, int64_t num, const int64_t *blocks, int64_t block_size,
+                       int64_t num_blocks) {
+    for (const Prompt *p = prompts; p < prompts + num; p++)
+        for (int64_t i = p->first / block_size; i * block_size < p->first + p->keys; i++)
+            if (blocks[p->block + i] < 0 || blocks[p->block + i] >= num_blocks) return 0;
+    return 1;
+}
+
+/* Output and logsumexp of new tokens that attend to their sequence in the KV cache, themselves included.
+ * data: query, out, logsumexp, keys and values of the cache. strides: (head, token) of query, out and logsumexp, then
+ * the blocks of keys and of values. sizes: prompts, heads, KV heads, D <= MAX_D, blocks of the cache, tokens in a block,
+ * window (0: none). chunks: five numbers of each prompt, as in `Prompt`. Returns 0, 1 without memory, 2 if a block does
+ * not exist. */
+int tw_attend_cache(void *const *data, const int64_t *strides, const int64_t *sizes, const int64_t *chunks,
+                    const int64_t *blocks, float scale, float softcap, int threads) {
+    const Prompt *prompts = (const Prompt *)chunks;
+    int64_t num = sizes[0], heads = sizes[1], kv_heads = sizes[2], D = sizes[3], block_size = sizes[5], most = 0;
+    int64_t group = heads / kv_heads, pairs = 0, longest = 0;
+    const Side keys = {data[3], strides[6], D, kv_heads * D}, values = {data[4], strides[7], D, kv_heads * D};
+    if (!have_blocks(prompts, num, blocks, block_size, sizes[4])) return 2;
+    for (const Prompt *p = prompts; p < prompts + num; p++) {
+        most = p->keys > most ? p->keys : most, longest = p->rows > longest ? p->rows : longest;
+        pairs += heads * p->rows * p->keys;
+    }
+    if (pairs < SERIAL_FLOATS) threads = 1;
+    const Attention like = {.batch = num, .kv_heads = kv_heads, .queries = longest};
+    int64_t parts = count_parts(&like, MR, threads), failed = 0;
+#pragma omp parallel num_threads(team_of(threads))
+    {
+        float *room = open_room(most, D);
+        if (!room) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < num * kv_heads * parts; item++) {
+            int64_t part = item % parts, kv_head = item / parts % kv_heads;
+            const Prompt *p = prompts + item / parts / kv_heads;
+            if (!room || part * MR >= p->rows) continue;
+            float *own_keys = room, *own_values = room + most * D, *panels = room + 2 * most * D;
+            float *value_panels = panels + round_up(p->keys, NR) * D;
+            const Attention at = {
+                .query = {(float *)data[0] + p->row * strides[1], 0, strides[0], strides[1]},
+                .out = {(float *)data[1] + p->row * strides[3], 0, strides[2], strides[3]},
+                .logsumexp = {(float *)data[2] + p->row * strides[5], 0, strides[4], strides[5]},
+                .key = {own_keys, 0, 0, D}, .value = {own_values, 0, 0, D}, .batch = 1, .heads = heads,
+                .kv_heads = kv_heads, .queries = p->rows, .keys = p->keys, .D = D, .window = sizes[6], .scale = scale,
+                .softcap = softcap, .is_causal = 1};
+            collect(&keys, blocks + p->block, block_size, kv_head, p->first, p->keys, D, own_keys);
+            collect(&values, blocks + p->block, block_size, kv_head, p->first, p->keys, D, own_values);
+            pack_turned(&at.key, &at, 0, 0, panels);
+            pack_straight(&at.value, &at, 0, 0, 0, p->keys, value_panels);
+            for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++)
+                for (int64_t t = part * MR; t < p->rows; t += parts * MR)
+                    forward_rows(&at, 0, h, t, min_of(MR, p->rows - t), panels, value_panels);
+        }
+        free(room);
+    }
+    return (int)failed;
 }
 
 /* ---- Backward --------------------------------------------------------------------------------------------------- */

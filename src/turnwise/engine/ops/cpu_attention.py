@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from turnwise.engine.attention.plans import Chunk, EqualNodes, PagedPlan, TreePlan
 
 _MAX_HEAD_SIZE = 512  # MAX_D in cpu_attention.c
+NO_BLOCK = 2
+"""What `tw_attend_cache` returns if a block does not exist."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -77,7 +79,7 @@ def tree_backward(grad_out: Tensor, saved: Saved, plan: TreePlan, rule: Attentio
 
 
 def _is_not_for_flash(plan: TreePlan, rule: AttentionRule) -> bool:
-    """Whether PyTorch's kernels, which know no windows and no soft caps, cannot compute this."""
+    """Whether PyTorch's kernels cannot compute this, because they have no windows and no soft caps."""
     return rule.softcap is not None or plan.window_runs(rule.window) is not None
 
 
@@ -147,7 +149,12 @@ def _picked(side: Tensor, keys: slice | Tensor) -> Tensor:
 def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: int, rule: AttentionRule) -> Tensor:
     """New prompt tokens attend to themselves causally and to their sequence's cached tokens."""
     _, num_heads, num_tokens, head_size = query.shape
-    out = query.new_empty(1, num_tokens - plan.num_decode, num_heads, head_size)
+    num_new = num_tokens - plan.num_decode
+    out = query.new_empty(1, num_new, num_heads, head_size)
+    if fits(query, *plan.cache.layer(layer)):
+        logsumexp = query.new_empty(1, num_heads, num_new)
+        _attend_cache(query[:, :, plan.num_decode :], out.transpose(1, 2), logsumexp, plan, layer, rule)
+        return with_sinks(out.transpose(1, 2), logsumexp, rule)[0]
     for chunk in plan.chunks:
         part = slice(chunk.start, chunk.stop)
         own, logsumexp = _read_chunk(chunk, query[:, :, part], (key, value), plan, layer, rule)
@@ -159,21 +166,44 @@ def prefill(query: Tensor, key: Tensor, value: Tensor, plan: PagedPlan, layer: i
 def _read_chunk(
     chunk: Chunk, query: Tensor, new: tuple[Tensor, Tensor], plan: PagedPlan, layer: int, rule: AttentionRule
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of one chunk's queries, heads first."""
+    """Output and log-sum-exp of one chunk's queries, heads first, without our kernels."""
     rule = rule.within(chunk.num_cached + chunk.stop - chunk.start)
-    if rule.window is None and rule.softcap is None:
-        key, value = (side[:, :, chunk.start : chunk.stop] for side in new)
-        own, logsumexp = _flash(query, key, value, 0.0, True, scale=rule.scale)
-        if chunk.num_cached:
-            cached = plan.cache.read(layer, chunk.blocks, 0, chunk.num_cached)
-            own, logsumexp = merge(own, logsumexp, *_flash(query, *cached, 0.0, False, scale=rule.scale))
-        return own, logsumexp
-    key, value = plan.keys_of(chunk, layer, *new)
-    if not fits(query, key, value):
-        return slice_forward(query, key, value, True, rule)
-    own, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:-1])
-    attend(Saved(query, key, value, own, logsumexp), rule, is_causal=True)
+    if rule.window is not None or rule.softcap is not None:
+        return slice_forward(query, *plan.keys_of(chunk, layer, *new), True, rule)
+    key, value = (side[:, :, chunk.start : chunk.stop] for side in new)
+    own, logsumexp = _flash(query, key, value, 0.0, True, scale=rule.scale)
+    if chunk.num_cached:
+        cached = plan.cache.read(layer, chunk.blocks, 0, chunk.num_cached)
+        own, logsumexp = merge(own, logsumexp, *_flash(query, *cached, 0.0, False, scale=rule.scale))
     return own, logsumexp
+
+
+def _attend_cache(
+    query: Tensor, out: Tensor, logsumexp: Tensor, plan: PagedPlan, layer: int, rule: AttentionRule
+) -> None:
+    """All prompts of a pass in one call, over their sequences in the cache; `query` and `out` are heads first."""
+    keys, values = plan.cache.layer(layer)
+    num_blocks, block_size, kv_heads, size = keys.shape
+    heads = query.shape[1]
+    if heads % kv_heads or size != query.shape[3] or not (keys[:1].is_contiguous() and values[:1].is_contiguous()):
+        raise DataError(
+            f"{heads} query heads of {query.shape[3]} over a cache {tuple(keys.shape)} with strides {keys.stride()}: "
+            "expected a multiple of its heads, of one size, and dense blocks"
+        )
+    lines, blocks = plan.prompts()
+    sides = query, out, logsumexp, keys, values
+    pointers = (ctypes.c_void_p * 5)(*(side.data_ptr() for side in sides))
+    strides = (ctypes.c_int64 * 8)(
+        *query.stride()[1:3], *out.stride()[1:3], *logsumexp.stride()[1:], keys.stride(0), values.stride(0)
+    )
+    sizes = (ctypes.c_int64 * 7)(len(lines), heads, kv_heads, size, num_blocks, block_size, rule.window or 0)
+    failed = _kernels().cached(
+        pointers, strides, sizes, lines.ctypes.data, blocks.ctypes.data, rule.scale, rule.softcap or 0.0,
+        waiting.num_threads(),
+    )  # fmt: skip
+    if failed == NO_BLOCK:
+        raise DataError(f"a prompt's block is not among the {num_blocks} blocks of the cache")
+    _check_memory(failed)
 
 
 def paged_decode(query: Tensor, layer: tuple[Tensor, Tensor], plan: PagedPlan, rule: AttentionRule) -> Tensor:
@@ -203,8 +233,12 @@ class AttentionKernels:
         int64s = ctypes.POINTER(ctypes.c_int64)
         self.forward = library.tw_attend
         self.backward = library.tw_attend_backward
+        self.cached = library.tw_attend_cache
+        numbers = ctypes.c_void_p, ctypes.c_void_p
+        self.cached.argtypes = [pointers, int64s, int64s, *numbers, ctypes.c_float, ctypes.c_float, int32]
         for function in (self.forward, self.backward):
             function.argtypes = [pointers, int64s, int64s, ctypes.c_float, ctypes.c_float, int32, int32, int32]
+        for function in (self.forward, self.backward, self.cached):
             function.restype = int32
 
 
@@ -212,9 +246,7 @@ _bind = functools.cache(AttentionKernels)
 
 
 def _kernels() -> AttentionKernels:
-    library = build.library()
-    assert library is not None, "chosen only where the library is built"
-    return _bind(library)
+    return _bind(build.built_library())
 
 
 def attend(sides: Saved, rule: AttentionRule, *, is_causal: bool, is_added: bool = False) -> None:

@@ -39,9 +39,7 @@ _bind = functools.cache(HeadKernels)
 
 
 def _kernels() -> HeadKernels:
-    library = build.library()
-    assert library is not None, "chosen only where the library is built"
-    return _bind(library)
+    return _bind(build.built_library())
 
 
 def row_stats(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor]:

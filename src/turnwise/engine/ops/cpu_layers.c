@@ -3,6 +3,7 @@
  * Each is bound by memory: it reads its inputs once and writes its outputs once, row by row, rows shared among threads.
  * The arithmetic is that of `torch_layers.py`.
  */
+#include "cpu_kernels.h"
 #include "cpu_vectors.h"
 
 /* Run the code for every vector of a row of SIZE floats: `i` is where it starts and `count` how many lanes are real.

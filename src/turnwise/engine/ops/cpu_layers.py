@@ -47,9 +47,7 @@ _bind = functools.cache(LayerKernels)
 
 
 def _kernels() -> LayerKernels:
-    library = build.library()
-    assert library is not None, "chosen only where the library is built"
-    return _bind(library)
+    return _bind(build.built_library())
 
 
 def add_norm(

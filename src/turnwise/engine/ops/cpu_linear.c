@@ -9,6 +9,7 @@
  * With weights in bfloat16, two neighbours along K are one unit ("pair", see cpu_vectors.h): x is rounded to bfloat16
  * first, K counts pairs, and a pair stands where a float stands otherwise.
  */
+#include "cpu_kernels.h"
 #include "cpu_vectors.h"
 
 enum {

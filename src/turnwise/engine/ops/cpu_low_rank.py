@@ -49,7 +49,5 @@ def gradients(x_MI: Tensor, u_MR: Tensor, grad_IR: Tensor, w_IR: Tensor, out_MR:
     pointers = (ctypes.c_void_p * 5)(*(side.data_ptr() for side in sides))
     strides = (ctypes.c_int64 * 10)(*(stride for side in sides for stride in side.stride()))
     sizes = (ctypes.c_int64 * 3)(rows, cols, rank)
-    library = build.library()
-    assert library is not None, "chosen only where the library is built"
-    if _bind(library)(pointers, strides, sizes, scale, waiting.num_threads()):
+    if _bind(build.built_library())(pointers, strides, sizes, scale, waiting.num_threads()):
         raise MemoryError(f"no memory for the gradients of a low-rank part, {rows} x {cols}, rank {rank}")

@@ -8,6 +8,7 @@
  * Everything is float32 but for a b of bfloat16. Then `a` is rounded to bfloat16 as it is copied, and two neighbours of
  * the depth are one unit, a pair (cpu_vectors.h): the depth of `a` and b counts pairs, that of the low-rank part floats.
  */
+#include "cpu_kernels.h"
 #include "cpu_tiles.h"
 #if defined(_OPENMP)
 #include <omp.h>

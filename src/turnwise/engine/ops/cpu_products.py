@@ -26,7 +26,10 @@ from turnwise.engine.ops import build, cpu, cpu_low_rank, torch_products, waitin
 from turnwise.errors import DataError
 
 MAX_FEW_ROWS = 384
-"""Above this many rows, the kernel for few rows is not faster than BLAS."""
+"""Above this many rows, the kernel for few rows is not faster than the one for many."""
+MIN_ROWS_ALONG = 160
+"""With an adapter's part inside its product, the kernel for many rows is faster from so many rows on: a second product
+would read and write the outputs once more."""
 CACHE_LINE, SET_BYTES = 64, 4096
 """Bytes of a CPU's L1 cache: rows that lie a multiple of `SET_BYTES` apart share one set of lines."""
 _SCRATCH = 640 * (384 + 32)
@@ -109,9 +112,7 @@ _bind = functools.cache(ProductKernel)
 
 
 def _kernel() -> ProductKernel:
-    library = build.library()
-    assert library is not None, "chosen only where the library is built"
-    return _bind(library)
+    return _bind(build.built_library())
 
 
 def product(
@@ -163,7 +164,7 @@ def multiply(
 
 def takes_low_rank_along(x_NI: Tensor) -> bool:
     """True for the shapes that the kernel for many rows takes."""
-    return x_NI.shape[0] > MAX_FEW_ROWS and x_NI.dtype is torch.float32 and is_built()
+    return x_NI.shape[0] >= MIN_ROWS_ALONG and x_NI.dtype is torch.float32 and is_built()
 
 
 def multiply_with_low_rank(

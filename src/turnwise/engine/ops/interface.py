@@ -129,6 +129,14 @@ class DrawSettings:
     """None where every row draws from the whole vocabulary."""
 
 
+def padded_size(count: int, least: int, base: int) -> int:
+    """The size to which a captured graph is padded: the first of least, least * base, ... that is not below `count`."""
+    size = least
+    while size < count:
+        size *= base
+    return size
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
     """A step that was captured as a graph: `replay` runs it on whatever `inputs` holds, and writes to `outputs`."""
@@ -309,7 +317,7 @@ class FewRowOps(Protocol):
     """A decode step of few rows, in few launches; none of them records a gradient."""
 
     def takes(self, num_rows: int, dtype: torch.dtype) -> bool:
-        """Whether this is the fastest way for so many rows."""
+        """Whether this is the fastest way for this number of rows."""
         ...
 
     def project(

@@ -1,4 +1,4 @@
-"""Logits -> tokens and their logprobs, in Triton: `draw.draw_torch` without a cut tail, reading the logits once.
+"""Logits -> tokens and their logprobs, in Triton: `torch_draw.draw_torch` without a cut tail, reading the logits once.
 
 The vocabulary is divided into blocks. One kernel takes each block's maximum and sum of exponentials; another picks
 the block in which the running sum passes uniform * total, and the entry inside it.

@@ -30,7 +30,7 @@ ALONE_CORES = 0.8
 """Cores' worth of time that sleeping threads get, all of them together; below, one tries to work alone. Measured on two
 cores: 1.0 beside one busy process; beside two 0.7 to 1.0 if they are of our session, 0.5 to 0.6 if they are not."""
 ALONE_WORTH = 0.85
-"""The share of that time which one thread needs to do as much alone, since it waits for nobody. Of one session the
+"""The share of that time that one thread needs for the same work: alone, it waits for no other. Of one session the
 scheduler is fair to threads, and one thread gets half of what two get; else it is fair to sessions."""
 TRIAL_S = 0.1
 """How long threads wait in one way before the result is judged."""

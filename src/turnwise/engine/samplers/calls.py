@@ -51,7 +51,7 @@ class FactsCall:
 
 @dataclass(frozen=True, slots=True)
 class CancelCall:
-    """End the call of this number; nobody waits for its answer."""
+    """End the call with this number; its answer is not needed any more."""
 
     number: int
 

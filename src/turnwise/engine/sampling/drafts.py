@@ -37,7 +37,7 @@ class Text:
     tokens: array[int]
     """Grows while the reply is being sampled."""
     start: int = 0
-    """The first position to find; for a reply, some tokens before it, to find its beginning by."""
+    """The first position to find. For a reply it is some tokens earlier, so that the reply's beginning is found."""
     offset: int = 0
     """The position of `tokens[0]` in its sequence."""
     num_found: int = 0

@@ -22,7 +22,7 @@ from torch import Tensor
 from turnwise.engine.attention.plans import Chunk, PagedPlan, Varlen
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import Route
-from turnwise.engine.ops.interface import Captured
+from turnwise.engine.ops.interface import Captured, padded_size
 from turnwise.engine.sampling.graphs import StepGraphs
 from turnwise.engine.sampling.inputs import join, next_uniforms
 from turnwise.engine.sampling.kvcache import KvCache
@@ -57,10 +57,10 @@ class PromptShape(NamedTuple):
     def of(cls, pieces: Sequence[Piece], *, draws: bool) -> PromptShape:
         lengths = [piece.stop - piece.start for piece in pieces]
         return cls(
-            tokens=_power(sum(lengths), 64, 2),
-            runs=_power(len(pieces), 16, 4),
-            longest=_power(max(lengths), 128, 4),
-            keys=_power(sum(piece.stop for piece in pieces), 1024, 4),
+            tokens=padded_size(sum(lengths), 64, 2),
+            runs=padded_size(len(pieces), 16, 4),
+            longest=padded_size(max(lengths), 128, 4),
+            keys=padded_size(sum(piece.stop for piece in pieces), 1024, 4),
             draws=draws,
         )
 
@@ -201,11 +201,3 @@ class PromptGraphs(StepGraphs):
         lasts = (q_bounds[1:] - 1).clamp_min(0)
         logits = self.model.logits(hidden[lasts], route)
         return self.draw_to_lanes(logits, temperatures[:-1].int(), drawn[:-1].int(), lanes[:-1])
-
-
-def _power(count: int, least: int, base: int) -> int:
-    """The first of least, least * base, ... that is not below `count`."""
-    value = least
-    while value < count:
-        value *= base
-    return value

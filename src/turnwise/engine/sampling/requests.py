@@ -14,6 +14,7 @@ import numpy as np
 from turnwise.engine.model.lora import Policy
 from turnwise.engine.sampling.kvcache import NO_PREFIX, Prefix
 from turnwise.errors import DataError
+from turnwise.models.tokenizer import load_tokenizer
 from turnwise.types import PromptAltTokens, SampledSequence, SampleRequest, SampleResponse, SamplingParams, TensorData
 
 OnDone = Callable[[SampleResponse | BaseException], None]
@@ -326,9 +327,7 @@ class StopFinder:
 
     @cached_property
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.tokenizer_dir)
+        return load_tokenizer(self.tokenizer_dir)
 
     def is_stop(self, row: Row) -> bool:
         """Whether the row's newest token ends it: a stop token, or the last token of a stop string."""

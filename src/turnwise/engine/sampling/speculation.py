@@ -40,7 +40,7 @@ LEAST_PASS_S = 4e-3
 MOST_IDLE, MOST_REST = 4, 64
 """After this many passes without a draft, this many more pass without a look, in the end."""
 PASSES_PER_PLAIN = 24
-"""One pass of so many is without a look, to know what looking costs."""
+"""One pass in this number looks for no draft, to measure what looking costs."""
 _RATE_MEMORY, _COST_MEMORY, _TRUST_MEMORY = 0.995, 0.98, 0.98
 _ROW_PRIOR, _DRAFT_PRIOR = 64.0, 2.0
 """How much is believed of the costs before they are measured."""
@@ -134,7 +134,7 @@ class PassCosts:
 
 @dataclass(eq=False, slots=True)
 class _Followed:
-    """A running row: its text in the index, and the place that its next tokens are guessed from."""
+    """A running row: its text in the index, and the place after which its next tokens are guessed."""
 
     text: Text
     match: Match | None
@@ -319,7 +319,7 @@ class Speculation:
 
 
 def continuation(match: Match, tokens: array[int], count: int) -> list[int]:
-    """`count` tokens after a match. If that is in the sequence itself, what it repeats goes on."""
+    """`count` tokens after a match. If the match is in the sequence itself, the repetition goes on."""
     text = match.text
     first = match.position - text.offset
     found = text.tokens[first : first + count].tolist()

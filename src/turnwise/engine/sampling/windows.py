@@ -65,7 +65,7 @@ class WindowPool(BlockPool):
         return BlockTable(array("i", [0] * first + blocks), first, prefix=Prefix(num_blocks, names[num_blocks]))
 
     def register(self, tokens: Sequence[int], blocks: Sequence[int], known: Prefix) -> Prefix:
-        """As in `BlockPool`. Blocks that were given back are not among those to register."""
+        """Does what `BlockPool` does, and leaves out blocks that were given back."""
         first, name = known
         num_full = len(tokens) // self.block_size
         data = block_key(tokens[first * self.block_size : num_full * self.block_size])

@@ -123,7 +123,7 @@ class FullWeights:
         self._begin(num_steps)
 
     def _begin(self, num_steps: int) -> None:
-        """Go on after so many optimizer steps, with the numbers that were read."""
+        """Set the number of optimizer steps that were made, and the masters and moments that were read from files."""
         self.num_steps = num_steps
         self.grad.zero_()
         self.has_gradient = False

@@ -175,7 +175,7 @@ class Loss:
         evaluation = self._evaluate(logprobs_T, entropies_T, columns)
         found = {"loss:sum": evaluation.loss_T.sum(), "num_trained_tokens:sum": columns.mask_T.sum()}
         if entropies_T is not None:
-            found["entropy:mean"] = _mean(entropies_T, columns.mask_T)
+            found["entropy:mean"] = masked_mean(entropies_T, columns.mask_T)
         if self.info.compares_policies:
             found |= _ratio_metrics(evaluation)
         values = torch.stack([value.to(logprobs_T.dtype) for value in found.values()]).tolist()  # one device read
@@ -393,23 +393,26 @@ def _gspo(tokens: _Tokens, _: LossOptions) -> _PolicyTerm:
 def _ratio_metrics(evaluation: _Evaluation) -> dict[str, Tensor]:
     tokens, policy, mask_T = evaluation.tokens, evaluation.policy, evaluation.tokens.mask_T
     sampler_ratio_T = torch.where(mask_T, _ratio(tokens.log_sampler_ratio_T), 0.0)
-    found = {"ratio:mean": _mean(policy.ratio_T, mask_T), "ratio:max": _max(policy.ratio_T, mask_T)}
-    found |= {f"clip_fraction_{side}:mean": _mean(clipped_T, mask_T) for side, clipped_T in policy.clipped.items()}
+    found = {"ratio:mean": masked_mean(policy.ratio_T, mask_T), "ratio:max": _max(policy.ratio_T, mask_T)}
+    found |= {
+        f"clip_fraction_{side}:mean": masked_mean(clipped_T, mask_T) for side, clipped_T in policy.clipped.items()
+    }
     # Tokens were drawn by the sampler, so these estimate KL(sampler || trainer); below 0.01 is healthy.
-    found["kl_sampler_trainer_k1:mean"] = _mean(-tokens.log_sampler_ratio_T, mask_T)
-    found["kl_sampler_trainer_k2:mean"] = _mean(tokens.log_sampler_ratio_T.square() / 2, mask_T)
+    found["kl_sampler_trainer_k1:mean"] = masked_mean(-tokens.log_sampler_ratio_T, mask_T)
+    found["kl_sampler_trainer_k2:mean"] = masked_mean(tokens.log_sampler_ratio_T.square() / 2, mask_T)
     square_sum = (mask_T.sum() * sampler_ratio_T.square().sum()).clamp(min=torch.finfo(sampler_ratio_T.dtype).tiny)
     found["ess_fraction:mean"] = sampler_ratio_T.sum().square() / square_sum
-    found["rejected_fraction:mean"] = _mean(~evaluation.is_kept_T, mask_T)
+    found["rejected_fraction:mean"] = masked_mean(~evaluation.is_kept_T, mask_T)
     if tokens.log_rho_T is not None:
-        found["correction_factor:mean"] = _mean(evaluation.factor_T, mask_T)
+        found["correction_factor:mean"] = masked_mean(evaluation.factor_T, mask_T)
         found["correction_factor:max"] = _max(evaluation.factor_T, mask_T)
     if evaluation.kl_T is not None:
-        found["kl_reference:mean"] = _mean(evaluation.kl_T, mask_T)
+        found["kl_reference:mean"] = masked_mean(evaluation.kl_T, mask_T)
     return found
 
 
-def _mean(values_T: Tensor, mask_T: Tensor) -> Tensor:
+def masked_mean(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    """The mean of the values in the mask; 0 if it is empty."""
     return torch.where(mask_T, values_T, 0.0).sum() / mask_T.sum().clamp(min=1)
 
 

@@ -24,7 +24,7 @@ from turnwise.engine.attention.plans import Pair, TreePlan, Varlen
 from turnwise.engine.model.body import FusedBody, KeptPass
 from turnwise.engine.model.load import CausalModel
 from turnwise.engine.model.lora import LoraWeights, Route
-from turnwise.engine.ops.interface import Captured
+from turnwise.engine.ops.interface import Captured, padded_size
 from turnwise.engine.training.pack import PackedBatch
 
 log = logging.getLogger(__name__)
@@ -57,9 +57,9 @@ class LevelShape(NamedTuple):
     def of(cls, level: Sequence[Pair]) -> LevelShape:
         queries = [pair.q_stop - pair.q_start for pair in level]
         keys = [pair.k_stop - pair.k_start for pair in level]
-        num_queries, num_keys = (_power(sum(each) + NUM_PADS, 128, 2) for each in (queries, keys))
+        num_queries, num_keys = (padded_size(sum(each) + NUM_PADS, 128, 2) for each in (queries, keys))
         return cls(
-            runs=_power(len(level) + NUM_PADS, 32, 4),
+            runs=padded_size(len(level) + NUM_PADS, 32, 4),
             queries=num_queries,
             keys=num_keys,
             longest_query=_longest(queries, num_queries),
@@ -85,7 +85,7 @@ class PassShape(NamedTuple):
         tokens = token_bucket(batch.num_tokens + bool(levels))  # what levels pad is gathered from padding
         return cls(
             tokens=tokens,
-            nodes=_power(len(bounds) - 1 + NUM_PADS, 32, 4),
+            nodes=padded_size(len(bounds) - 1 + NUM_PADS, 32, 4),
             longest=_longest(np.diff(bounds).tolist(), tokens),
             levels=tuple(LevelShape.of(level) for level in levels),
         )
@@ -168,24 +168,16 @@ def _bounds(lengths: Sequence[int], num_runs: int) -> np.ndarray:
 
 def _longest(lengths: Sequence[int], total: int) -> int:
     """A length that no run exceeds, even if all is padding."""
-    return _power(max(0, *lengths, total // PAD_RUNS + 1), 128, 4)
+    return padded_size(max(0, *lengths, total // PAD_RUNS + 1), 128, 4)
 
 
 def token_bucket(count: int) -> int:
     """Tokens of the graph for `count` tokens."""
-    power = _power(count, 128, 2)
+    power = padded_size(count, 128, 2)
     if power <= EXACT_TOKENS:
         return power
     step = power // 8
     return -(-count // step) * step
-
-
-def _power(count: int, least: int, base: int) -> int:
-    """The first of least, least * base, ... that is not below `count`."""
-    value = least
-    while value < count:
-        value *= base
-    return value
 
 
 @dataclass(slots=True)

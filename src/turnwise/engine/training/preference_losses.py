@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from turnwise.engine.training.losses import LossColumns
+from turnwise.engine.training.losses import LossColumns, masked_mean
 from turnwise.errors import DataError
 from turnwise.losses.table import DpoOptions, LossInfo, LossOptions, RefuelOptions, Settings, find_loss, read_settings
 
@@ -76,15 +76,15 @@ class PreferenceLoss:
             "loss:sum": (pairs.weights_P * loss_P).sum(),
             "num_trained_tokens:sum": columns.mask_T.sum(),
             "num_pairs:sum": is_pair_P.sum(),
-            "pair_loss:mean": _mean(loss_P, is_pair_P),
-            "pair_margin:mean": _mean(pairs.delta_P, is_pair_P),
-            "pair_accuracy:mean": _mean((pairs.delta_P > 0).float(), is_pair_P),
-            "chosen_log_ratio:mean": _mean(pairs.chosen_P, is_pair_P),
-            "rejected_log_ratio:mean": _mean(pairs.chosen_P - pairs.delta_P, is_pair_P),
-            "kl_reference:mean": _mean(gap_T.square() / 2, columns.mask_T),
+            "pair_loss:mean": masked_mean(loss_P, is_pair_P),
+            "pair_margin:mean": masked_mean(pairs.delta_P, is_pair_P),
+            "pair_accuracy:mean": masked_mean((pairs.delta_P > 0).float(), is_pair_P),
+            "chosen_log_ratio:mean": masked_mean(pairs.chosen_P, is_pair_P),
+            "rejected_log_ratio:mean": masked_mean(pairs.chosen_P - pairs.delta_P, is_pair_P),
+            "kl_reference:mean": masked_mean(gap_T.square() / 2, columns.mask_T),
         }
         if "advantages" in self.required_inputs:
-            found["reward_difference:mean"] = _mean(pairs.rewards_P, is_pair_P)
+            found["reward_difference:mean"] = masked_mean(pairs.rewards_P, is_pair_P)
         values = torch.stack([value.to(logprobs_T.dtype) for value in found.values()]).tolist()
         return dict(zip(found, values, strict=True))
 
@@ -146,10 +146,6 @@ def _sides(columns: LossColumns) -> tuple[Tensor, Tensor, int]:
     number_T = columns.pair_T.abs().to(torch.int64)
     num_pairs = int(number_T.max()) if number_T.numel() else 0
     return (number_T - 1).clamp(min=0), columns.pair_T > 0, max(num_pairs, 1)
-
-
-def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    return torch.where(chosen, values, 0.0).sum() / chosen.sum().clamp(min=1)
 
 
 def _dpo(pairs: _Pairs, config: DpoOptions) -> Tensor:

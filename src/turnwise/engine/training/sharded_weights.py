@@ -119,7 +119,7 @@ class ShardedFullWeights:
         self.begin(0 if state is None else state.num_steps)
 
     def begin(self, num_steps: int) -> None:
-        """Go on after so many optimizer steps, with the masters and moments that were read."""
+        """Set the number of optimizer steps that were made, and the masters and moments that were read from files."""
         self.num_steps = num_steps
         self._gradients.forget()
         self.grad.zero_()

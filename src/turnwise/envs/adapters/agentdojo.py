@@ -60,7 +60,7 @@ class AgentDojoWorld:
         """
         Args:
             version: The version of the benchmark.
-            max_calls: Only tasks whose solution has at most so many calls.
+            max_calls: Leave out tasks whose solution has more calls.
             injected: Whether the data hold a sentence that asks for something else.
         """
         import_peer("agentdojo", extra="agentdojo")

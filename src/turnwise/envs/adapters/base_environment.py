@@ -115,9 +115,7 @@ class BaseEnvironmentWorld:
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
         """What the envs demonstrate; none if the class has no `demonstrate`."""
-        if not has_demonstrations(self._env_class):
-            return []
-        return play_demonstrations(self, lambda _: None, count, seed)
+        return play_demonstrations(self, lambda _: None, count, seed) if has_demonstrations(self._env_class) else []
 
     def _make(self) -> BaseEnvironment:
         return self._env_class(**self._env_options)

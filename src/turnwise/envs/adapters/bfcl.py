@@ -65,7 +65,7 @@ class BfclWorld:
     ) -> None:
         """
         Args:
-            max_calls: Only tasks whose answer has at most so many calls.
+            max_calls: Leave out tasks whose answer has more calls.
             partial_credit: Reward for the share of requests that were done before one failed.
         """
         if category not in CATEGORIES:

@@ -102,7 +102,7 @@ class GymnasiumWorld:
             actions: Names of the discrete actions, in order. Numbers work too.
             rules: Text before the first observation, instead of the line that names the env.
             view: What the policy sees: the printed board, the observation itself, or the board where there is one.
-            max_turns: The attempt is truncated after so many turns. The default is the env's own limit, at most 32.
+            max_turns: Turns after which the attempt is truncated. The default is the env's own limit, at most 32.
             success_return: A terminated attempt with at least this return is a success; the env's own threshold by
                 default, or any return above 0.
         """

@@ -145,7 +145,7 @@ class JavaHost:
             self._closing.start()
 
     def close(self) -> None:
-        """End the process, whoever holds it."""
+        """End the process, even if attempts still use it."""
         atexit.unregister(self.close)
         if self._closing is not None:
             self._closing.cancel()

@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 from turnwise.envs.adapters.peers import import_peer, seed_tasks
 from turnwise.envs.base import EnvStep, Split, Task, user
 from turnwise.errors import ConfigError, DataError
+from turnwise.runtime.network import is_on_this_machine
 from turnwise.trajectory import Message
 
 _OWN_FIELDS = ("metadata", "done", "reward")
@@ -127,7 +128,7 @@ class OpenEnvEnv:
             open_timeout=world.timeout_s,
             close_timeout=_GOODBYE_S / 2,
             max_size=_MAX_MESSAGE_BYTES,
-            proxy=None if is_local(world.url) else True,
+            proxy=None if is_on_this_machine(world.url) else True,
         )
         try:
             return await self._call("reset", {"seed": self._seed, **world.reset_options})
@@ -209,11 +210,6 @@ def _refusal(why: str, is_last: bool) -> EnvStep:
     return EnvStep(messages=[user(why)], truncated=is_last, is_success=False if is_last else None, is_unparsable=True)
 
 
-def is_local(url: str) -> bool:
-    """Whether the address is on this machine, so that no proxy is needed."""
-    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-
-
 def web_socket_address(url: str) -> str:
     parts = urlsplit(url)
     scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
@@ -293,7 +289,7 @@ def _fetch_schema(url: str, timeout_s: float) -> Mapping[str, Any]:
     parts = urlsplit(url)
     scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
     address = parts._replace(scheme=scheme, path=f"{parts.path}/schema").geturl()
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if is_local(url) else None))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({} if is_on_this_machine(url) else None))
     try:
         with opener.open(address, timeout=timeout_s) as response:
             return json.load(response)

@@ -78,6 +78,7 @@ class Tau2World:
     """One domain of tau2-bench."""
 
     scripted_opponents: ClassVar[tuple[str, ...]] = ("script",)
+    scripted_seats: ClassVar[tuple[int, ...]] = (CUSTOMER,)
     difficulties: ClassVar[Levels] = ({"max_calls": 4}, {"max_calls": 8}, {"max_calls": 1000})
 
     domain: str
@@ -86,7 +87,7 @@ class Tau2World:
     pool: Literal["base", "full"] = "base"
     """Tasks to draw from: those of the benchmark, or for telecom all variants of them."""
     max_calls: int = 1000
-    """Only tasks whose answer has at most so many calls."""
+    """Leaves out tasks whose answer has more calls than this."""
     idle_tasks: bool = False
     """Whether to keep the tasks that a clerk solves who does nothing."""
     opponent: str = "script"
@@ -94,7 +95,7 @@ class Tau2World:
     user_replies: int = 0
     """How often the customer speaks at most; 0: as often as the clerk. `opponent.max_tokens` bounds each reply."""
     user_words: int = 200
-    """What the customer says is cut after so many words."""
+    """Most words of what the customer says; the rest is cut."""
     partial_credit: float = 0.0
     """Reward for the share of the answer's calls that were made, if the attempt fails."""
     max_turns: int = 40
@@ -131,7 +132,7 @@ class Tau2World:
             and (self.idle_tasks or not solves_itself(self.domain, name))
         ]
         if not found and count:
-            raise ConfigError(f"{self.name} has no {split} task with so few calls; raise max_calls")
+            raise ConfigError(f"{self.name} has no {split} task with at most {self.max_calls} calls; raise max_calls")
         return draw(found, count, random_for(self.name, self.pool, split, seed)) if count else []
 
     def make_env(self, task: Task, seed: int) -> SeatedEnv:

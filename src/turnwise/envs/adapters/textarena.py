@@ -1,9 +1,10 @@
 """TextArena games as worlds: `turnwise train textarena:TicTacToe-v0`.
 
 The policy plays one seat. The other seats are played by a player that makes random legal moves, or by your function
-`module:function`, which gets (seat, what that seat has read, a random generator) and returns a move. In self-play
-(`turnwise.rollout.self_play`) the policy plays all seats, and each seat is a trajectory. The policy reads what its seat
-reads, but not its own moves again. The reward comes at the end: what the game gives to the policy's seat.
+`module:function`, which gets (seat, what that seat has read, a random generator) and returns a move. In games of two
+the other player may also be a model (docs/opponents.md). In self-play (`turnwise.rollout.self_play`) the policy plays
+all seats, and each seat is a trajectory. The policy reads what its seat reads, but not its own moves again. The reward
+comes at the end: what the game gives to the policy's seat.
 
 A move that the game cannot read or does not allow is flagged as unparsable. The game decides what it costs: most games
 forgive one per turn, and a second one loses. After `max_turns` turns of the policy a game is truncated.
@@ -30,6 +31,7 @@ import numpy as np
 from turnwise.envs.adapters.peers import import_peer, seed_tasks
 from turnwise.envs.base import Env, EnvStep, Split, Task, assistant, user
 from turnwise.envs.game import SeatOutcome
+from turnwise.envs.seats import unloaded_opponent
 from turnwise.envs.splits import random_for
 from turnwise.envs.sync import as_env
 from turnwise.errors import ConfigError
@@ -40,6 +42,7 @@ from turnwise.trajectory import Message
 Opponent = Callable[[int, str, random.Random], str]
 """Takes the seat, what that seat has read so far, and a random generator. Returns a move."""
 
+RANDOM = "random"
 DEFAULT_MAX_TURNS = 32
 
 _MAX_PLAYERS = 8
@@ -61,7 +64,7 @@ class TextArenaWorld:
         make: dict[str, Any] | None = None,
         players: int | None = None,
         seat: int | None = None,
-        opponent: str = "random",
+        opponent: str = RANDOM,
         max_turns: int | None = None,
         max_tokens: int = 64,
     ) -> None:
@@ -70,15 +73,18 @@ class TextArenaWorld:
             make: Arguments for `textarena.make`, such as {max_rounds: 3}.
             players: Number of players. The default is the smallest number that the game takes.
             seat: The policy's seat, from 0. By default each task picks one.
-            opponent: "random" (a random legal move) or module:function.
-            max_turns: The game is truncated after so many turns of the policy.
+            opponent: "random" (a random legal move) or module:function; in a game of two also a model.
+            max_turns: Number of the policy's turns after which the game is truncated.
         """
         self.peer = import_peer("textarena", extra="textarena")
         self.game = game
         self.name = f"textarena:{game}"
         self.max_turns = max_turns or DEFAULT_MAX_TURNS
         self.max_tokens = max_tokens
-        self.opponent: Opponent | None = None if opponent == "random" else load_attribute(opponent)
+        self.opponent = opponent
+        is_function = ":" in opponent and "://" not in opponent
+        self._function: Opponent | None = load_attribute(opponent) if is_function else None
+        self.scripted_opponents = (opponent, RANDOM) if is_function else (RANDOM,)
         self._make_options = dict(make or {})
         self._seat = seat
         if game not in self.peer.envs.registration.ENV_REGISTRY:
@@ -87,21 +93,48 @@ class TextArenaWorld:
         self.players = self._find_players(range(1, _MAX_PLAYERS + 1) if players is None else [players])
         if seat is not None and not 0 <= seat < self.players:
             raise ConfigError(f"seat={seat}; {game} has seats 0 to {self.players - 1}")
+        if not self.has_two_sides and opponent not in self.scripted_opponents:
+            raise ConfigError(
+                f"opponent={opponent}: {game} is played by {self.players}, and a model has the other seat in games of "
+                f"two; expected {RANDOM} or module:function"
+            )
+
+    @property
+    def has_two_sides(self) -> bool:
+        """Whether an opponent can have the other seat, as in `turnwise.envs.seats.TwoSidedWorld`."""
+        return self.players == 2
 
     def tasks(self, split: Split, count: int, seed: int) -> list[Task]:
         return seed_tasks(self.name, split, count, seed)
 
     def make_env(self, task: Task, seed: int) -> Env:  # noqa: ARG002 - the task's seed is the game's
+        if self.opponent not in self.scripted_opponents:
+            raise ConfigError(unloaded_opponent(self.opponent, self.scripted_opponents))
+        return as_env(TextArenaEnv(self, seat=self.policy_seat(task), seed=task.data["seed"]))
+
+    def policy_seat(self, task: Task) -> int:
         number: int = task.data["seed"]
-        seat = number // 2 % self.players if self._seat is None else self._seat
-        return as_env(TextArenaEnv(self, seat=seat, seed=number))
+        return number // 2 % self.players if self._seat is None else self._seat
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:  # noqa: ARG002 - there are none
         return []
 
     def make_game(self, task: Task, seed: int) -> TextArenaGame:  # noqa: ARG002 - the task's seed is the game's
-        """Make a game for self-play, with all seats free."""
+        """Make a game with all seats free."""
         return TextArenaGame(self, seed=task.data["seed"])
+
+    def scripted_reply(self, opponent: str, task: Task, game: TextArenaGame, seed: int) -> str:  # noqa: ARG002 - the game has its task
+        return self.choose(opponent, game, random.Random(seed))
+
+    def choose(self, opponent: str, game: TextArenaGame, rng: random.Random) -> str:
+        """The move of a script for the seat that is to move."""
+        seat = game.to_move
+        assert seat is not None, "the game is over"
+        if opponent != RANDOM:
+            assert self._function is not None, "a script that is not random is a function"
+            return self._function(seat, game.read[seat], rng)
+        with game.random.in_place():
+            return random_legal_move(game.inner, game.read[seat], rng)
 
     def open_game(self) -> Any:
         """Make TextArena's game without the wrappers that repeat the whole history in every observation."""
@@ -169,7 +202,14 @@ class TextArenaGame:
         rewards: dict[int, float] = self.inner.state.rewards or {}
         reward = float(rewards.get(seat, 0.0))
         is_success = reward >= 1 if self.num_seats == 1 else reward > 0
-        return SeatOutcome(reward=reward, is_success=is_success, info={"seat": float(seat)})
+        messages = self.view(seat) if self.to_move is None else ()
+        return SeatOutcome(reward=reward, is_success=is_success, info={"seat": float(seat)}, messages=messages)
+
+    def copy(self) -> TextArenaGame:
+        twin = copy.copy(self)
+        twin.random, twin.inner = copy.deepcopy(self.random), copy.deepcopy(self.inner)
+        twin.read, twin._unread, twin._moves = dict(self.read), dict(self._unread), list(self._moves)
+        return twin
 
     def key(self) -> str:
         """The seed and every move, because TextArena has no names for states."""
@@ -225,13 +265,7 @@ class TextArenaEnv:
         """Play the other seats until it is the policy's turn, or the game is over."""
         while (seat := game.to_move) not in (None, self._seat):
             game.view(seat)
-            game.move(assistant(self._choose(game, seat)))
-
-    def _choose(self, game: TextArenaGame, seat: int) -> str:
-        if self._world.opponent is not None:
-            return self._world.opponent(seat, game.read[seat], self._rng)
-        with game.random.in_place():
-            return random_legal_move(game.inner, game.read[seat], self._rng)
+            game.move(assistant(self._world.choose(self._world.opponent, game, self._rng)))
 
 
 class GlobalRandom:

@@ -95,7 +95,7 @@ class TextWorldWorld(AdventureWorld):
             settings: Settings of the game in place of the level's, such as {quest_length: 3}.
             admissible: Whether every observation lists the commands that the game would take.
             folder: Where compiled games are kept. The default is `$TURNWISE_HOME/textworld`.
-            max_turns: The game is truncated after so many commands. By default the level says.
+            max_turns: Number of commands after which the game is truncated. By default the level decides.
         """
         check_game("textworld", "game", game, GAMES)
         self.max_turns = turns_of(level, TURNS, max_turns)

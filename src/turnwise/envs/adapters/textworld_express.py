@@ -79,7 +79,7 @@ class TextWorldExpressWorld(AdventureWorld):
             level: How hard the games are, 0 to 3. A game with fewer levels stays at its last one.
             settings: Settings of the game in place of the level's, such as {numLocations: 3}.
             admissible: Whether every observation lists the commands that the game would take.
-            max_turns: The game is truncated after so many commands. By default the level says.
+            max_turns: Number of commands after which the game is truncated. By default the level decides.
         """
         check_game(PACKAGE, "game", game, GAMES)
         self.max_turns = turns_of(level, TURNS, max_turns)

@@ -68,6 +68,15 @@ class WebApp(Protocol):
     def respond(self, request: WebRequest) -> WebResponse: ...
 
 
+def file_below(folder: Path, name: str) -> Path | None:
+    """The file of this name in a folder or below it. None if there is none, or if name or link lead out of it."""
+    try:
+        file = (folder / name).resolve()
+        return file if file.is_relative_to(folder.resolve()) and file.is_file() else None
+    except (OSError, ValueError):  # a name that no file can have: too long, or with a NUL
+        return None
+
+
 class FolderApp:
     """The files of a folder."""
 
@@ -75,8 +84,8 @@ class FolderApp:
         self._folder = folder.resolve()
 
     def respond(self, request: WebRequest) -> WebResponse:
-        file = (self._folder / request.path.lstrip("/")).resolve()
-        if not file.is_relative_to(self._folder) or not file.is_file():
+        file = file_below(self._folder, request.path.lstrip("/"))
+        if file is None:
             return WebResponse(status=404, body=b"no such file", content_type="text/plain")
         kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
         return WebResponse(body=file.read_bytes(), content_type=kind, headers={"Cache-Control": "max-age=3600"})

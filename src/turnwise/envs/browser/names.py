@@ -105,7 +105,7 @@ def read_names(observation: str) -> list[tuple[str, str, str]]:
 
 
 def as_numbered(observation: str) -> str:
-    """The same elements as numbered lines, for whoever reads those."""
+    """The same elements as numbered lines, for players that read numbers."""
     names = enumerate(read_names(observation), start=1)
     return "\n".join(f"[{number}] {role} {json.dumps(name)}" for number, (role, name, _) in names)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from turnwise.envs.browser.gateway import WebApp
+from turnwise.envs.browser.gateway import WebApp, file_below
 from turnwise.envs.browser.names import named_observation
 from turnwise.envs.browser.pool import BrowserPool, PageSeat, shared_pool
 from turnwise.envs.browser.snapshot import Element, PageElementIds, cut_window, read_snapshot, start_before
@@ -396,9 +396,9 @@ class PageSession:
         folder = self._options.uploads
         if folder is None:
             raise _NoSuchElementError("no file can be sent from here")
-        file = (folder / name).resolve()
-        if not file.is_relative_to(folder.resolve()) or not file.is_file():
-            raise _NoSuchElementError(f"there is no file {name!r}")
+        file = file_below(folder, name)
+        if file is None:
+            raise _NoSuchElementError(f"there is no file {name[:60]!r}")
         return file
 
     async def _on_dialog(self, dialog: Dialog) -> None:

@@ -61,7 +61,9 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-features=Translate,MediaRouter,OptimizationHints,AutofillServerCommunication",
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",  # what would go around the proxy
+    # Calls would send datagrams around the proxy. The option has had two names.
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
     "--js-flags=--max-old-space-size=256",
 )
 
@@ -219,6 +221,8 @@ class BrowserPool:
             except Exception as error:
                 chromium.num_taken -= 1
                 await self._end(chromium)
+                if isinstance(error, ConfigError):
+                    raise
                 if is_last_try:
                     raise AttemptFailed(Party.ENV, f"Chromium did not start: {_first_line(error)}") from error
         raise AssertionError
@@ -305,8 +309,14 @@ async def _start_playwright() -> Playwright:
 
 
 async def _empty(seat: PageSeat) -> None:
-    """Leave no page, name, history or cookies. What is in storage belongs to a host that is not used again."""
+    """Leave no page, window, name, history or cookies. What is in storage belongs to a host that is not used again.
+
+    A window that the page opened while it was given back could lead the page of the next attempt away, as its opener.
+    """
     await seat.page.goto("about:blank")
+    for window in seat.context.pages:
+        if window is not seat.page:
+            await window.close()
     await seat.page.evaluate("() => { window.name = ''; }")
     await seat.cdp.send("Page.resetNavigationHistory")
     await seat.context.clear_cookies()

@@ -214,7 +214,7 @@ class Window:
 
 
 def cut_window(elements: Sequence[Element], first: int, max_chars: int, max_name: int = 120) -> Window:
-    """As many lines from `first` on as fit into `max_chars`; at least one, which is cut if it is longer."""
+    """The lines from `first` on that fit into `max_chars`: at least one, which is cut if it is longer."""
     lines: list[str] = []
     used = 0
     for element in elements[first:]:

@@ -62,6 +62,7 @@ class Bargain:
     difficulties: ClassVar[Levels] = tuple({"num_goods": count} for count in range(2, 7))
     max_tokens: ClassVar[int] = 4
     scripted_opponents: ClassVar[tuple[str, ...]] = ("limit",)
+    scripted_seats: ClassVar[tuple[int, ...]] = (1,)
 
     opponent: str = "limit"
     """Who buys: a script that pays up to its limit, or a model (docs/opponents.md), which is told the limit."""

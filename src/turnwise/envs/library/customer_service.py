@@ -146,7 +146,7 @@ class CustomerService:
     user_replies: int = 0
     """How often the customer speaks at most; 0: as often as the clerk. `opponent.max_tokens` bounds each reply."""
     user_words: int = 40
-    """What the customer says is cut after so many words."""
+    """Most words of what the customer says; the rest is cut."""
     partial_credit: float = 0.3
     """Reward for the share of requests that are settled, if some are not and nothing was done against the rules."""
     demonstration_skill: float = 1.0

@@ -21,10 +21,10 @@ is the policy's points as a share of the most it could get. `partial` says what 
     none      only an offer that names every issue can be accepted
 
 Without a deal the reward is 0. `is_success` means a deal with at least `success_share` of what the policy gets in the
-Nash solution, the deal with the largest product of payoffs. A task fixes issues, points, the policy's role and who
-begins; roles and beginners alternate. `hotel`, `merger` and half of the random generator's words are out of domain:
-they are held out (`held_out=scenarios`), and training never sees them. `held_out=payoffs` holds out other payoff
-tables of the games that are trained on.
+Nash solution, the deal with the largest product of payoffs (of several such deals, their mean). A task fixes issues,
+points, the policy's role and who begins; roles and beginners alternate. `hotel`, `merger` and half of the random
+generator's words are out of domain: they are held out (`held_out=scenarios`), and training never sees them.
+`held_out=payoffs` holds out other payoff tables of the games that are trained on.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class NegotiateGame:
 
     def outcome(self, seat: int) -> SeatOutcome:
         deal = self.deal or {}
-        own, nash = self.table.share(deal, seat), self.table.share(self.table.nash, seat)
+        own, nash = self.table.share(deal, seat), self.table.nash[seat]
         heard = self._heard(seat)
         return SeatOutcome(
             reward=own,

@@ -76,9 +76,14 @@ class PayoffTable:
         return max(self.share(deal, 0) + self.share(deal, 1) for deal in self.deals)
 
     @cached_property
-    def nash(self) -> dict[str, int]:
-        """The deal with the largest product of shares: what two fair sides would settle on."""
-        return max(self.deals, key=lambda deal: self.share(deal, 0) * self.share(deal, 1))
+    def nash(self) -> tuple[float, float]:
+        """The shares of both sides in the deal with the largest product of payoffs: what two fair sides would settle
+        on. Where several deals have that product, the means over them, so that no side has an easier target."""
+        payoffs = [(self.payoff(deal, 0), self.payoff(deal, 1)) for deal in self.deals]
+        most = max(first * second for first, second in payoffs)
+        tied = [pair for pair in payoffs if pair[0] * pair[1] == most]
+        first, second = (sum(pair[seat] for pair in tied) / len(tied) / self.best[seat] for seat in (0, 1))
+        return first, second
 
     def is_efficient(self, deal: Deal) -> bool:
         """No other deal is better for one side and at least as good for the other."""

@@ -6,21 +6,24 @@
     Accept
 
 Whatever stands on other lines is talk, and so is a line that says more than that it accepts: "Accept? Never.", "Agreed,
-except pets". Numbers may be written as 1100, 1,100, 1 100, 1'100, 1.100 or $1,100.00; units,
-percent signs and case do not matter. A reading that fits two options, or none, makes the whole offer unreadable.
+except pets". A line that begins with > or a quotation mark repeats what somebody said, and is talk, too. Numbers may be
+written as 1100, 1,100, 1 100, 1'100, 1.100 or $1,100.00; units, percent signs and case do not matter. A reading that
+fits two options, or none, makes the whole offer unreadable.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
 from turnwise.envs.library.negotiate_games import Issue
 
-_OFFER = re.compile(r"^\W*(?:i\s+)?(?:offer|propose|proposal)\b\s*[:\-]?\s*(?P<terms>.*)$", re.IGNORECASE)
-_ACCEPT = re.compile(r"^\W*(?:i\s+)?(?:accept(?:ed)?|agreed)\b(?P<rest>.*)$", re.IGNORECASE)
+# Marks such as **, - and ` may stand before the word, but no mark of quotation: who quotes an offer does not make it.
+_LEAD = r"[^\w>\"'“”„«»‘’]*(?:i\s+)?"
+_OFFER = re.compile(rf"^{_LEAD}(?:offer|propose|proposal)\b\s*[:\-]?\s*(?P<terms>.*)$", re.IGNORECASE)
+_ACCEPT = re.compile(rf"^{_LEAD}(?:accept(?:ed)?|agreed)\b(?P<rest>.*)$", re.IGNORECASE)
 # All that may stand after the word. A question mark is no end: "Accept?" asks.
 _WHAT = r"(?:(?:to|on)\s+)?(?:it|that|this|(?:(?:your|the|this|that)\s+)?(?:last\s+)?(?:offer|deal|proposal|terms))"
 _THANKS = r"thanks|thank\s+you(?:\s+very\s+much)?|gladly|happily|with\s+pleasure|then|now|please|done|deal"
@@ -29,6 +32,8 @@ MAX_HEARD = 400
 """Characters of a reply that the other side hears; more would fill its context."""
 _NUMBER = re.compile(r"\d+(?:[.,'’ \u00a0\u202f]\d+)*")
 _SCALES = {"k": 1000, "thousand": 1000, "m": 1_000_000, "million": 1_000_000}
+_POINTS = re.compile(r"(?<=[\w%])\s*\(\d+\)")
+"""Points behind an option, as the rules list them: `8,000 (2)`."""
 _GROUPED = re.compile(r"\d{1,3}(?:[.,'’ \u00a0\u202f]\d{3})+")
 
 
@@ -100,12 +105,29 @@ def find_option(text: str, options: Sequence[str]) -> int | None:
     exact = [index for index, option in enumerate(options) if _plain(option) == said]
     if len(exact) == 1:
         return exact[0]
-    values = _values(text)
-    if values:
-        same = [index for index, option in enumerate(options) if values & _values(option)]
-        return same[0] if len(same) == 1 else None
-    begun = [index for index, option in enumerate(options) if f"{said} ".startswith(f"{_plain(option)} ")]
-    return max(begun, key=lambda index: len(options[index])) if begun else None
+    worths = [_values(option) for option in options]
+    said_values = list(_all_values(_POINTS.sub("", text))) if any(worths) else []
+    if said_values and all(said_values):
+        counted = [[index for index, worth in enumerate(worths) if worth & values] for values in said_values]
+        chosen = counted[0][0] if len(counted[0]) == 1 else None
+        named = {index for same in counted for index in same}
+        named |= _spoken(said, {index: option for index, option in enumerate(options) if not worths[index]})
+    else:
+        begun = [index for index, option in enumerate(options) if f"{said} ".startswith(f"{_plain(option)} ")]
+        chosen = max(begun, key=lambda index: len(options[index])) if begun else None
+        named = _spoken(said, dict(enumerate(options)))
+    return chosen if named == {chosen} else None
+
+
+def _spoken(said: str, options: Mapping[int, str]) -> set[int]:
+    """The options whose words stand somewhere in a plain text; "kept" does not stand in "kept a year"."""
+    left, found = f" {said} ", set[int]()
+    for index, option in sorted(options.items(), key=lambda item: -len(item[1])):
+        words = f" {_plain(option)} "
+        if words in left:
+            found.add(index)
+            left = left.replace(words, " | ")
+    return found
 
 
 def _plain(text: str) -> str:
@@ -114,10 +136,19 @@ def _plain(text: str) -> str:
 
 def _values(text: str) -> set[Decimal]:
     """Every value that the first number of a text may have: 1.200 is 1.2 or 1200."""
-    found = _NUMBER.search(text)
-    if found is None:
-        return set()
-    digits = found[0]
+    return next(_all_values(text), set[Decimal]())
+
+
+def _all_values(text: str) -> Iterator[set[Decimal]]:
+    """The same for each number of a text; an empty set for one that cannot be read."""
+    for found in _NUMBER.finditer(text):
+        values = _readings(found[0])
+        unit = re.match(r"\s*([a-zA-Z]+)", text[found.end() :])
+        scale = _SCALES.get(unit[1].lower()) if unit else None
+        yield values | {(value * scale).normalize() for value in values} if scale else values
+
+
+def _readings(digits: str) -> set[Decimal]:
     readings = {_as_decimal(digits)} if not _GROUPED.fullmatch(digits) else set[Decimal | None]()
     whole, separator, rest = _split_cents(digits)
     if _GROUPED.fullmatch(whole) or whole.isdigit():
@@ -127,10 +158,7 @@ def _values(text: str) -> set[Decimal]:
         readings.add(Decimal(re.sub(r"\D", "", digits)))
         if digits.count(".") == 1 and not re.search(r"[,'’ ]", digits):
             readings.add(Decimal(digits))
-    values = {value.normalize() for value in readings if value is not None}
-    unit = re.match(r"\s*([a-zA-Z]+)", text[found.end() :])
-    scale = _SCALES.get(unit[1].lower()) if unit else None
-    return values | {(value * scale).normalize() for value in values} if scale else values
+    return {value.normalize() for value in readings if value is not None}
 
 
 def _split_cents(digits: str) -> tuple[str, str, str]:

@@ -56,7 +56,7 @@ NOTHING = "Nothing was found."
 
 MAX_QUERY_CHARS = 500
 QUICK_DOCUMENTS = 20_000
-"""An index with at most so many passages answers in about a millisecond, so it is searched in the event loop."""
+"""An index of at most this many passages answers in about a millisecond, so it is searched in the event loop."""
 
 DEMONSTRATION_ROUNDS = 4
 """How often new dialogues are played for those that were left out."""

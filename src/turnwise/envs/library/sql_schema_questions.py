@@ -310,7 +310,7 @@ class _Chain:
 
 
 def _draw_chain(draw: _SchemaDraw) -> _Chain:
-    """Follow two or three links from a table that has so many; one link if the whole database has no more."""
+    """Follow two or three links, from a table that has as many; one link if the whole database has no more."""
     long = [table for table in draw.schema.tables if _num_reachable(draw.schema, table) >= 2]
     starts = long or [table for table in draw.schema.tables if clear_links(table)]
     if not starts:

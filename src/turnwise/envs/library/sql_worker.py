@@ -4,9 +4,9 @@
 
 There are two protections. The first is SQLite: the file is opened read-only, an authorizer allows only SELECT, reads of
 the file's tables and listed functions, the size of values and statements is limited, and a progress handler stops a
-query after so many steps or seconds. The second is the process: it runs in a sandbox with limits on memory, file size
-and CPU time, and `sql_runner.py` kills it if it does not answer. The second is needed because the first has gaps: a
-statement of 900 characters can make SQLite's planner use all memory, and no handler is called there.
+query after a number of steps or seconds. The second is the process: it runs in a sandbox with limits on memory, file
+size and CPU time, and `sql_runner.py` kills it if it does not answer. The second is needed because the first has gaps:
+a statement of 900 characters can make SQLite's planner use all memory, and no handler is called there.
 
 The limit on steps is the one that is usually reached first, because it gives the same answer on a busy machine.
 This file uses only the standard library. A request names its database file; an answer never does.

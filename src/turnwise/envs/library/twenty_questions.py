@@ -86,6 +86,7 @@ class TwentyQuestions:
     )
     max_tokens: ClassVar[int] = 8
     scripted_opponents: ClassVar[tuple[str, ...]] = ("table",)
+    scripted_seats: ClassVar[tuple[int, ...]] = (1,)
 
     opponent: str = "table"
     """Who answers: the table of words, or a model (docs/opponents.md), which may err."""

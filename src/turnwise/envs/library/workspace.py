@@ -335,21 +335,27 @@ class WorkspaceEnv:
 
     async def _act(self, action: ScreenAction) -> str:
         seen, downloads = await self._portal.act(action)
-        if downloads:
-            await (await self._shell()).with_files(lambda files: files.write_all(downloads))
-        saved = [f"{name} was saved to /work." for name in downloads]
+        saved: list[str] = []
+        for name, data in downloads.items():
+            try:
+                await (await self._shell()).with_files(lambda files, name=name, data=data: files.write(name, data))
+                saved.append(f"{name} was saved to /work.")
+            except (IsADirectoryError, PermissionError) as error:  # what the policy did to its folder is its own affair
+                saved.append(f"{name} was not saved to /work: {error.strerror}.")
         return "\n\n".join([*saved, seen])
 
     async def _judge(self, *, is_unparsable: bool) -> EnvStep:
         chores = self._office.chores
         balances = await self._balances() if any(chore.kind == "balance" for chore in chores) else {}
         session = self._session
-        done = (
-            [self._is_done(chore, balances, None) for chore in chores]
-            if session is None
-            else await session.with_files(lambda files: [self._is_done(chore, balances, files) for chore in chores])
-        )
+        if session is None:
+            done, notes_are_kept = [self._is_done(chore, balances, None) for chore in chores], True
+        else:
+            done, notes_are_kept = await session.with_files(
+                lambda files: ([self._is_done(chore, balances, files) for chore in chores], self._keeps_notes(files))
+            )
         has_damage = any(chore.kind == "balance" for chore in chores) and balances != self._office.balances_after()
+        has_damage = has_damage or not notes_are_kept
         is_success = all(done) and not has_damage
         part, share = self._world.partial_credit, sum(done) / len(done)
         return EnvStep(
@@ -360,7 +366,7 @@ class WorkspaceEnv:
             info={"chores_share": share, "actions": float(self._turn)},
         )
 
-    def _is_done(self, chore: OfficeChore, balances: Mapping[str, int], files: FileTree | None) -> bool:
+    def _is_done(self, chore: OfficeChore, balances: Mapping[str, Any], files: FileTree | None) -> bool:
         if chore.kind == "balance":
             return balances.get(chore.name) == int(chore.value)
         if chore.kind == "notes":
@@ -372,7 +378,16 @@ class WorkspaceEnv:
             return (_read(files, f"reports/{chore.name}.txt") or "").strip() == chore.value
         return self._portal.sent.get(chore.name) == chore.value
 
-    async def _balances(self) -> dict[str, int]:
+    def _keeps_notes(self, files: FileTree) -> bool:
+        """Whether the notes that nobody asked to move are where they were, as they were, and nowhere else."""
+        words = [chore.name for chore in self._office.chores if chore.kind == "notes"]
+        left = {name: text for name, text in self._office.notes.items() if not any(word in text for word in words)}
+        return all(
+            _read(files, f"notes/{name}") == text and _read(files, f"done/{name}") is None
+            for name, text in left.items()
+        )
+
+    async def _balances(self) -> dict[str, Any]:
         """The database at the end, read in a sandbox of its own: the policy may have written anything into the file."""
         if self._session is None:
             return {}
@@ -387,7 +402,8 @@ class WorkspaceEnv:
             raise SandboxError(f"the database of the office was not read: {result.verdict()}")
         try:
             rows: Sequence[Any] = json.loads(result.stdout) if result.is_ok else []
-            return {str(name): int(value) for name, value in rows if str(name) in self._office.balances}
+            balances = {str(name): value for name, value in rows}
+            return balances if len(balances) == len(rows) else {}
         except (ValueError, TypeError):
             return {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any, cast
 
 from turnwise.envs.rows import Row, read_rows
 from turnwise.errors import ConfigError
+from turnwise.runtime.checksum import sha256_of
 
 MANIFEST = "manifest.json"
 _PART = re.compile(r"-\d+-of-\d+")
@@ -51,7 +51,7 @@ class Preparation:
 
     def note(self, path: Path) -> Path:
         """Remember a file that is read."""
-        self._sources[path.relative_to(self.source).as_posix()] = checksum(path)
+        self._sources[path.relative_to(self.source).as_posix()] = sha256_of(path)
         return path
 
     def rows(self, *patterns: str, what: str) -> tuple[Path, list[Row]]:
@@ -100,7 +100,7 @@ class Preparation:
             "sources": dict(sorted(self._sources.items())),
             "rows": self._rows,
             "dropped": self.dropped,
-            "files": {path.relative_to(self.target).as_posix(): checksum(path) for path in written},
+            "files": {path.relative_to(self.target).as_posix(): sha256_of(path) for path in written},
         }
         (self.target / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
         return manifest
@@ -140,7 +140,7 @@ def check_folder(folder: Path) -> list[str]:
         path = folder / name
         if not path.is_file():
             problems.append(f"{name} is missing")
-        elif checksum(path) != expected:
+        elif sha256_of(path) != expected:
             problems.append(f"{name} was changed")
     return problems
 
@@ -151,8 +151,3 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return cast(dict[str, Any], found) if isinstance(found, dict) else {}
-
-
-def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

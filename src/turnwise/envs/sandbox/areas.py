@@ -26,6 +26,7 @@ from turnwise.errors import SandboxError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK = 1 << 24
+_ENTERED = 0o711
 
 
 @dataclass
@@ -78,6 +79,13 @@ class WorkArea:
     @property
     def owner(self) -> int | None:
         return self.user_id if os.geteuid() == 0 else None
+
+    def let_shell_in(self) -> None:
+        """Open the working folder again if the session locked itself out of it. Bubblewrap enters it before it takes
+        the session's user, so others must be able to enter, too."""
+        mode = stat.S_IMODE(self.upper.lstat().st_mode)
+        if mode & _ENTERED != _ENTERED:
+            self.upper.chmod(mode | _ENTERED)
 
     def num_bytes(self) -> int:
         """The size of what the session wrote. The base does not count."""

@@ -345,7 +345,7 @@ class Session:
         # it waits for them here and then disowns them: after `wait` alone, it may still report the last one.
         kill_all = "{ builtin kill -9 -1; builtin wait; builtin disown -a; } 2>/dev/null; "
         sweep = kill_all if self._backend.has_own_pids else ""
-        tell = f"builtin printf '\\n%s %s %s\\n' {mark} $__code \"$PWD\" >&{_MARK_FD}"
+        tell = f'builtin printf \'\\n%s %s %s\\n\' {mark} "$__code" "$PWD" >&{_MARK_FD}'
         script = f"eval {shlex.quote(command)} </dev/null >&{_MARK_FD} 2>&1 {_MARK_FD}>&-\n__code=$?; {sweep}{tell}\n"
         with contextlib.suppress(BrokenPipeError):  # the shell is dead; `_follow` notices that
             os.write(shell.stdin_fd, script.encode("utf-8", "replace"))
@@ -389,12 +389,14 @@ class Session:
         """Stop the command but keep the shell. If the shell itself does not stop, replace it."""
         found = None
         if shell.init_pid is not None:
-            kill_below(shell.init_pid, spare=self._shell_pid)
             shell.outputs[shell.stdout_fd].clear()
-            deadline, ending = time.monotonic() + _GRACE_S, "output_limit"
-            while ending == "output_limit":  # what a flood left in the pipe may be longer than a reply may be
+            deadline, ending = time.monotonic() + _GRACE_S, "timeout"
+            # Again and again: the shell may only now begin what it was told, or go on to the next part of it. What a
+            # flood left in the pipe may be longer than a reply may be.
+            while found is None and ending in ("timeout", "output_limit") and time.monotonic() < deadline:
+                kill_below(shell.init_pid, spare=self._shell_pid)
                 del shell.outputs[shell.stdout_fd][: -min(_MARK_BYTES, self._job.limits.output_bytes)]
-                ending, found = self._follow(shell, mark, deadline, None)
+                ending, found = self._follow(shell, mark, min(deadline, time.monotonic() + _LOOK_S), None)
         if found is None:
             shell.end()
             self._shell = None
@@ -407,6 +409,7 @@ class Session:
         if self._shell is not None:
             self._shell.end()
         is_restart = self._shell_pid >= 0
+        self._area.let_shell_in()
         shell = Running(self._backend, self._job, stdin=None, merge_output=True)
         try:
             shell.wait_until_up()

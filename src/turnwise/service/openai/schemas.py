@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
@@ -16,6 +16,7 @@ from turnwise.envs.chat_api.bodies import (
     Token,
     refused,
 )
+from turnwise.trajectory import RewardPart
 
 
 class CompletionBody(SampledBody):
@@ -57,7 +58,7 @@ class CaptureBody(StrictBody):
 
 class RewardBody(StrictBody):
     reward: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    part: Literal["outcome", "format", "shaping", "penalty", "judge"] = "outcome"
+    part: RewardPart = "outcome"
     turn: int | None = None
     """Which turn, from 0; negative counts from the end. None: the last."""
     is_success: bool | None = None

@@ -8,8 +8,8 @@ import zstandard
 from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
 
+from turnwise.runtime.network import is_loopback
 from turnwise.service.access import Caller
-from turnwise.service.config import is_loopback
 from turnwise.service.failures import HttpFailure
 from turnwise.service.service import Service
 from turnwise.service.wire import schemas

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from turnwise.client.checkpoints import Kind, verify
+from turnwise.engine.worker import Steps, in_one_step
 from turnwise.errors import DataError
 from turnwise.service.engines import ServedModel
 from turnwise.service.failures import HttpFailure
@@ -18,7 +19,7 @@ from turnwise.service.futures import Promise
 from turnwise.service.store.store import OwnedCheckpointRow, RunRow, Store
 from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.training.parked_adapters import ParkedAdapter, ParkedPolicy
-from turnwise.service.training.queue import Lane, Operation, Steps
+from turnwise.service.training.queue import Lane, Operation
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
 from turnwise.service.wire.results import JsonReply, TrainingReply, tensor_to_json
@@ -113,7 +114,7 @@ class OperationBuilder:
             return JsonReply({"type": "optim_step", "metrics": metrics})
 
         return Operation(
-            begin=_at_once(lambda engine: engine.optim_step(model.adapter.load(engine), params)),
+            begin=in_one_step(lambda engine: engine.optim_step(model.adapter.load(engine), params)),
             finish=finish,
         )
 
@@ -137,7 +138,7 @@ class OperationBuilder:
             self._after_load(model)
             return JsonReply({"type": "load_weights", "path": body.path, "model_id": model.run.model_id})
 
-        return Operation(begin=_at_once(load), prepare=prepare, finish=finish, needs_quiet=True)
+        return Operation(begin=in_one_step(load), prepare=prepare, finish=finish, needs_quiet=True)
 
     def save(self, model: TrainingModel, request: TrainingRequest, request_id: str) -> Operation:
         body: schemas.SaveWeightsBody = request.parsed
@@ -176,7 +177,7 @@ class OperationBuilder:
             return JsonReply({"type": request.kind, "path": written.path, **size})
 
         return Operation(
-            begin=_at_once(save),
+            begin=in_one_step(save),
             prepare=lambda: self._checkpoints.check_name(row, overwrite=body.overwrite),
             finish=finish,
             needs_quiet=True,
@@ -200,7 +201,7 @@ class OperationBuilder:
             published = {"type": "save_weights_for_sampler", "sampling_session_id": row.sampler_id, "path": None}
             return JsonReply(published)
 
-        return Operation(begin=_at_once(publish), finish=finish)
+        return Operation(begin=in_one_step(publish), finish=finish)
 
     def reverse_kl(self, model: TrainingModel, request: TrainingRequest, _: str) -> Operation:
         """Train on the reverse KL at sampled tokens: docs/service.md defines it."""
@@ -335,13 +336,3 @@ def _reverse_kl_result(datums: list[Datum], reference: list[Any], output: Forwar
 def _refuse_critic(model: TrainingModel) -> None:
     if model.run.is_critic:
         raise HttpFailure(400, "this client trains a critic, which has values and no tokens to sample")
-
-
-def _at_once(work: Callable[[Engine], Any]) -> Callable[[Engine], Steps]:
-    """Make an operation that runs without a break, without micro-batches."""
-
-    def begin(engine: Engine) -> Steps:
-        yield from ()
-        return work(engine)
-
-    return begin

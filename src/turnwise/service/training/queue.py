@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from turnwise.engine.worker import EngineWorker
+from turnwise.engine.worker import EngineWorker, Steps, in_one_step
 from turnwise.errors import TurnwiseError
 from turnwise.service.failures import to_failure
 from turnwise.service.futures import Promise, Promises, QueueState
@@ -39,8 +39,6 @@ CLOSE_S = 10.0
 """Seconds that `close` waits for the engine's current work."""
 OP_COST = 64
 """The cost of an operation without tokens, in tokens; it is charged to the session."""
-
-Steps = Generator[None, None, Any]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -194,7 +192,7 @@ class TrainingQueue:
         """Skip a number whose request was refused."""
         if seq is not None and seq >= lane.next_seq and seq not in lane.waiting:
             lane.max_seen = max(lane.max_seen, seq)
-            lane.waiting[seq] = Operation(promise=None, begin=_nothing)
+            lane.waiting[seq] = Operation(promise=None, begin=in_one_step(lambda _: None))
             self._watch_gap(lane)
             self._pump()
 
@@ -327,7 +325,7 @@ def _begin_together(operations: Sequence[Operation]) -> Callable[[Engine], Steps
     first = operations[0].batch
     assert first is not None
 
-    def begin(engine: Engine) -> Generator[None, None, list[ForwardBackwardOutput]]:
+    def begin(engine: Engine) -> Steps[list[ForwardBackwardOutput]]:
         batches: list[tuple[Any, Any]] = []
         for operation in operations:
             assert operation.batch is not None
@@ -336,10 +334,6 @@ def _begin_together(operations: Sequence[Operation]) -> Callable[[Engine], Steps
         return (yield from engine.forward_backward_many(batches, first.loss_fn, first.loss_fn_config))
 
     return begin
-
-
-def _nothing(_: Engine) -> Steps:
-    yield from ()
 
 
 def _too_late(seq: int) -> RequestFailure:

@@ -18,6 +18,7 @@ import zstandard
 from pydantic import ValidationError
 
 from turnwise.client.checkpoints import directory_name, remove_directory
+from turnwise.engine.worker import Steps
 from turnwise.errors import TurnwiseError
 from turnwise.service.access import Caller
 from turnwise.service.config import ServeConfig
@@ -29,7 +30,7 @@ from turnwise.service.store.store import CRITIC, KIND_KEY, JournalRow, RunRow, S
 from turnwise.service.training.checkpoints import OwnedCheckpoints
 from turnwise.service.training.operations import OperationBuilder, TrainingModel, TrainingRequest, parse_request
 from turnwise.service.training.parked_adapters import DeviceLimit, ParkedAdapter
-from turnwise.service.training.queue import Operation, Steps
+from turnwise.service.training.queue import Operation
 from turnwise.service.wire import schemas
 from turnwise.service.wire import types as wire
 from turnwise.service.wire.results import JsonReply, outcome_from_journal

@@ -3,7 +3,7 @@
 "use strict";
 const { h } = tw;
 const DOCTOR_MS = 15000;
-const AREAS = { rollout: "Attempts", method: "Method", train: "Training", time: "Time", pool: "Pool", eval: "Held-out", warmup: "Warm-up", critic: "Critic", opponent: "Opponents", drift: "Drift", behaviour: "Behaviour" };
+const AREAS = { rollout: "Attempts", method: "Method", train: "Training", time: "Time", pool: "Pool", eval: "Held-out", warmup: "Warm-up", critic: "Critic", opponent: "Opponents", drift: "Drift", fleet: "Servers", behaviour: "Behaviour" };
 
 tw.pages.run = async (root, { parts }) => {
   const name = parts[0];
@@ -138,6 +138,8 @@ const mainCharts = (run) => {
   if (ends.length) found.push(tw.card("How attempts end", "share", tw.chart(ends.map((one, index) => ({ label: one.name.slice(13, -6), color: index, ...one })), { title: "End reasons", unit: "share", range: [0, 1], stacked: true })));
   const pool = run.metrics.filter((one) => /^pool\/(staleness_mean|staleness_max)$/.test(one.name));
   if (pool.length) found.push(tw.card("Staleness", "updates between sampling and learning", tw.chart(pool.map((one, index) => ({ label: one.name.slice(15), color: index, ...one })), { title: "Staleness" })));
+  const drift = [["drift/abs_mean", "mean"], ["drift/abs_max", "worst token"]].map(([name, label], index) => line(run, name, label, index)).filter((one) => one.x.length);
+  if (drift.length) found.push(tw.card("Drift", "gap of sampler and trainer on the same weights, nats per token", tw.chart(drift, { title: "Drift" })));
   const groups = run.metrics.filter((one) => /^pool\/groups_(queued|running|done)$/.test(one.name));
   if (groups.length) found.push(tw.card("Pool", "groups, when a step ended", tw.chart(groups.map((one, index) => ({ label: one.name.slice(12), color: index, ...one })), { title: "Pool" })));
   const named = (pattern) => run.metrics.filter((one) => pattern.test(one.name)).map((one, index) => ({ ...one, label: pattern.exec(one.name)[1].replaceAll("_", " "), color: index }));

@@ -37,6 +37,8 @@ class ServerInMemory(ServerDialect):
         super().__init__(url)
         self.is_dead = self.is_hung = self.is_slow_to_load = self.dies_of_scoring = self.says_nonsense = False
         self.vocabulary = 100
+        self.facts_s = 0.0
+        """How long it takes to say what it serves."""
         self.logprob = -1.0
         self.refuses_load = False
         self.adapters: set[str] = set()
@@ -46,6 +48,8 @@ class ServerInMemory(ServerDialect):
         self.says_something_new = False
         self.gate: asyncio.Event | None = None
         """Replies wait for it."""
+        self.gate_of_weights: asyncio.Event | None = None
+        """Whole weights wait for it."""
         self.whole = ""
         """The whole weights that it holds."""
         self.replaced: list[str] = []
@@ -76,6 +80,7 @@ class ServerInMemory(ServerDialect):
         self._check_alive()
         if self.says_nonsense:
             raise KeyError("logprobs")
+        await asyncio.sleep(self.facts_s)
         return ServerFacts(model="m", vocabulary=self.vocabulary)
 
     async def healthy(self) -> bool:
@@ -123,6 +128,8 @@ class ServerInMemory(ServerDialect):
         (name,) = {file.parent.name for file in files}
         self.replaced.append(name)
         self.whole = "half of each"
+        if self.gate_of_weights is not None:
+            await self.gate_of_weights.wait()
         await asyncio.sleep(60 if self.is_slow_to_load else 0)
         self.whole = name
 
@@ -455,6 +462,7 @@ async def test_a_server_that_missed_whole_weights_gets_the_newest_and_never_goes
         await fleet.publish(first)
         servers[1].is_slow_to_load = True
         await fleet.publish(second)
+        assert fleet.stats.num_fenced == 1
         assert servers[1].whole == "half of each"
         await asyncio.gather(*(fleet.generate(prompt(number), first) for number in range(6)))
         assert not servers[1].asked, "what was being replaced answers nobody, for no version"
@@ -545,3 +553,36 @@ async def test_what_a_server_should_have_unloaded_while_it_was_down_is_unloaded_
         assert (first.adapters, second.adapters) == ({version(1).name}, set())
         first.is_dead = False  # it hung, and lost nothing
         await until(lambda: not first.adapters)
+
+
+async def test_replies_wait_while_weights_are_replaced_and_have_all_their_time_afterwards(tmp_path: Path) -> None:
+    (server,) = servers = make_servers(1)
+    first, second = (whole(tmp_path, number) for number in (1, 2))
+    async with running(servers, replace(TIMES, load_s=5.0)) as fleet:
+        await fleet.publish(first)
+        gate = server.gate = server.gate_of_weights = asyncio.Event()
+        publishing = asyncio.create_task(fleet.publish(second))
+        await until(lambda: server.whole == "half of each")
+        waiting = asyncio.create_task(fleet.generate(prompt(1), first))
+        await asyncio.sleep(2 * TIMES.request_s)
+        gate.set()
+        await publishing
+        assert (await waiting).sequences[0].tokens == [7, 8]
+        assert (fleet.stats.num_lost, fleet.stats.num_retries) == (0, 0), "nobody is to blame"
+
+
+async def test_a_server_that_is_slow_at_first_is_let_in_and_not_started_again() -> None:
+    (server,) = servers = make_servers(1)
+    server.facts_s = 2 * TIMES.check_s
+    asked: list[bool] = []
+
+    async def revive(_url: str, is_stuck: bool) -> bool:
+        asked.append(is_stuck)
+        return False
+
+    fleet = Fleet(servers, times=replace(TIMES, request_s=16 * TIMES.check_s, wait_s=30.0), revive=revive)
+    try:
+        await fleet.start()
+        assert (fleet.num_ready, asked) == (1, [])
+    finally:
+        await fleet.close()

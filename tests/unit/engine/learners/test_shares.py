@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from turnwise.engine.learners.shares import share_datums
+from turnwise.engine.training.pack import MIN_SHARED, NO_SHARING
 
 
 def ids(*parts: tuple[int, int]) -> np.ndarray:
@@ -44,3 +45,14 @@ def test_units_are_never_cut_and_a_learner_may_get_nothing() -> None:
     sequences = [ids((20, i)) for i in range(6)]
     shares = share_datums(sequences, 4, units=[0, 0, 1, 1, 2, 2])
     assert sorted(tuple(share) for share in shares) == [(), (0, 1), (2, 3), (4, 5)]
+
+
+def test_a_beginning_that_passes_do_not_share_is_counted_for_every_datum() -> None:
+    loners = [ids((70, 50 + i)) for i in range(4)]
+    for start, min_shared in ((200, NO_SHARING), (MIN_SHARED - 1, MIN_SHARED)):
+        sequences = [*(ids((start, 1), (10, 10 + i)) for i in range(8)), *loners]
+        shares = share_datums(sequences, 2, min_shared=min_shared)
+        loads = [sum(len(sequences[i]) for i in share) for share in shares]
+        assert max(loads) - min(loads) <= max(map(len, sequences))
+    together = share_datums([*(ids((200, 1), (10, 10 + i)) for i in range(8)), *loners], 2)
+    assert any(set(range(8)) <= set(share) for share in together), "a long beginning that they share is counted once"

@@ -1,13 +1,17 @@
 """The C attention against torch in float64, forward and backward."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from cases import for_each
+from turnwise.engine.attention.plans import Chunk, PagedPlan
 from turnwise.engine.ops import cpu_attention
 from turnwise.engine.ops.interface import AttentionRule, Saved
+from turnwise.engine.sampling.kvcache import KvCache, KvShape
 from turnwise.errors import DataError
+from turnwise.models.layer_keys import LayerKeys
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -28,6 +32,7 @@ FULL = [
     (1, 2, 1, 13, 390, 504),
     (1, 3, 1, 1, 1, 64),
 ]
+CPU = torch.device("cpu")
 CASES = [(shape, True) for shape in CAUSAL] + [(shape, False) for shape in FULL]
 
 
@@ -167,3 +172,75 @@ def test_windows_and_soft_caps_equal_float64_when_queries_stand_at_the_last_keys
     for actual, side in zip(grads, exact, strict=True):
         assert side.grad is not None
         close(actual, side.grad)
+
+
+CACHES = [  # heads, KV heads, D, tokens of a block; then new and cached tokens of each prompt
+    (4, 2, 8, 4, [(7, 0), (5, 7), (1, 3)]),
+    (9, 3, 64, 16, [(33, 71), (64, 0)]),
+    (2, 1, 24, 5, [(400, 9), (3, 391)]),
+    (3, 1, 512, 16, [(14, 20)]),
+    (1, 1, 6, 16, [(1, 0)]),
+]
+
+
+@for_each("shape", CACHES)
+@for_each("rule", [AttentionRule(0.4), AttentionRule(0.4, 6), AttentionRule(0.4, None, 3.0)])
+@for_each("num_threads", [1, 3])
+def test_prompts_over_scattered_blocks_equal_float64(
+    shape: tuple[int, int, int, int, list[tuple[int, int]]],
+    rule: AttentionRule,
+    num_threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one call; blocks before a window are gone and not read, and two decode rows stand before the prompts."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    heads, kv_heads, size, block_size, prompts = shape
+    needed = [-(-(new + cached) // block_size) for new, cached in prompts]
+    free = iter(np.random.default_rng(1).permutation(sum(needed)).tolist())
+    keys = KvCache(KvShape((LayerKeys(kv_heads, size, 0),)), [sum(needed)], block_size, torch.float32, CPU)
+    for side in keys.layer(0):
+        side.normal_()
+    plan = prompt_plan(
+        keys, [(*one, [next(free) for _ in range(count)]) for one, count in zip(prompts, needed, strict=True)], rule
+    )
+    query = make(1, heads, 2 + sum(new for new, _ in prompts), size)
+    expected = []
+    for chunk in plan.chunks:
+        key, value = (
+            side.double().repeat_interleave(heads // kv_heads, 1)
+            for side in keys.read(0, chunk.blocks, 0, chunk.num_cached + chunk.stop - chunk.start)
+        )
+        scores = query[:, :, chunk.start : chunk.stop].double() @ key.transpose(-1, -2) * rule.scale
+        if rule.softcap is not None:
+            scores = (scores / rule.softcap).tanh() * rule.softcap
+        places = chunk.num_cached + torch.arange(chunk.stop - chunk.start)[:, None] - torch.arange(key.shape[2])
+        is_seen = (places >= 0) & (places < (rule.window or 1 << 30))
+        expected.append(scores.masked_fill(~is_seen, -float("inf")).softmax(-1) @ value)
+    if rule.window is not None:
+        for chunk in plan.chunks:
+            gone = chunk.blocks[: plan.first_seen(chunk) // block_size].copy()
+            for side in keys.layer(0):
+                side[torch.from_numpy(gone)] = float("nan")
+    none = query.new_empty(1, kv_heads, 0, size)
+    close(cpu_attention.prefill(query, none, none, plan, 0, rule), torch.cat(expected, dim=2).transpose(1, 2))
+
+
+def prompt_plan(cache: KvCache, prompts: list[tuple[int, int, list[int]]], rule: AttentionRule) -> PagedPlan:
+    """(new tokens, cached tokens, blocks) of each prompt, behind two decode rows."""
+    starts = np.cumsum([2, *(new for new, _, _ in prompts)]).tolist()
+    chunks = [
+        Chunk(start, start + new, cached, np.array(blocks, dtype=np.int64))
+        for start, (new, cached, blocks) in zip(starts, prompts, strict=False)
+    ]
+    none = torch.zeros(0)
+    return PagedPlan(cache, none, 2, none, none, 0, chunks, window=rule.window)
+
+
+def test_a_prompt_in_a_block_that_does_not_exist_is_refused() -> None:
+    cache = KvCache(KvShape((LayerKeys(1, 8, 0),)), [3], 4, torch.float32, CPU)
+    rule = AttentionRule(1.0)
+    query = make(1, 2, 7, 8)
+    for blocks in ([2, 3], [-1, 0]):
+        plan = prompt_plan(cache, [(5, 0, blocks)], rule)
+        with pytest.raises(DataError, match="not among the 3 blocks"):
+            cpu_attention.prefill(query, query[:, :1], query[:, :1], plan, 0, rule)

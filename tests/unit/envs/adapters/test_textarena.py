@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -11,13 +13,17 @@ textarena = pytest.importorskip("textarena")
 
 from attempts import play  # noqa: E402 - after the check that the library is there
 from turnwise.client.fake import ScriptedSampler  # noqa: E402
-from turnwise.envs.adapters.textarena import GlobalRandom, TextArenaWorld, random_legal_move  # noqa: E402
+from turnwise.envs.adapters.textarena import RANDOM, GlobalRandom, TextArenaWorld, random_legal_move  # noqa: E402
 from turnwise.envs.base import Task, assistant  # noqa: E402
+from turnwise.envs.game import Game  # noqa: E402
 from turnwise.envs.registry import get_world  # noqa: E402
 from turnwise.errors import ConfigError  # noqa: E402
+from turnwise.opponents.seating import seat, seat_script, two_sided  # noqa: E402
+from turnwise.opponents.tournament import play_tournament  # noqa: E402
 from turnwise.renderers import get_renderer  # noqa: E402
 from turnwise.rollout.config import RolloutConfig  # noqa: E402
 from turnwise.rollout.self_play import play_games  # noqa: E402
+from turnwise.trajectory import Message  # noqa: E402
 
 OPPONENT = """\
 def first_free(seat, read, rng):
@@ -148,6 +154,59 @@ async def test_copies_of_the_policy_play_each_other(tiny_dir: Path) -> None:
     assert rewards == [[1.0, 1.0], [-1.0, -1.0]]
 
 
+class Pointing:
+    """A player that is no script: it names a fixed square, and keeps what it was shown."""
+
+    name, is_scripted = "pointing", False
+
+    def __init__(self, *squares: int) -> None:
+        self.squares = list(squares)
+        self.shown: list[str] = []
+
+    async def reply(self, game: Game, dialogue: Sequence[Message], seed: int) -> str:  # noqa: ARG002 - it reads words
+        self.shown = [message.content for message in dialogue]
+        return f"I take [{self.squares.pop(0)}]"
+
+
+async def test_another_model_has_the_other_seat_in_a_game_of_two(first_free: str) -> None:
+    world = get_world("textarena:TicTacToe-v0", opponent="base", seat=1)
+    assert two_sided(world) is not None
+    with pytest.raises(ConfigError, match="nobody has loaded it"):
+        world.make_env(_task(0), 0)
+    other = Pointing(4, 2, 6)
+    env: Any = seat(world, lambda _task, _seed: other).make_env(_task(0), 0)
+    start = await env.start()
+    assert "Player 0: I take [4]" in start[-1].content
+    assert "You are Player 0" in other.shown[0]
+    twin = env.fork()
+    assert twin.state_key() == env.state_key()
+    first = await env.step(assistant("[0]"))
+    assert "Player 1: [0]" in other.shown[-1]
+    assert (first.reward, first.terminated) == (0, False)
+    assert twin.state_key() != env.state_key(), "a fork is a game of its own"
+    last = await env.step(assistant("[1]"))
+    assert (last.reward, last.terminated, last.is_success) == (-1, True, False)
+    assert "Player 0 has won!" in last.messages[-1].content
+    assert (last.labels["opponent"], last.labels["result"]) == ("pointing", "lost")
+    for words in (RANDOM, first_free):
+        scripted = seat_script(get_world("textarena:TicTacToe-v0", opponent=first_free, seat=0), words)
+        _, steps = await play(scripted, ["[4]", "[2]", "[6]"])
+        assert steps[0].labels == {"opponent": words}
+        if words == first_free:
+            assert [step.reward for step in steps] == [0, 0, 1], "the same game as without a seat for others"
+
+
+async def test_a_tournament_of_textarena_has_both_seats(first_free: str) -> None:
+    world = two_sided(get_world("textarena:TicTacToe-v0", opponent=first_free))
+    assert world is not None
+    tasks = [_task(number) for number in (1, 3)]
+    games = await play_tournament(world, {RANDOM: None, first_free: None}, tasks, seed=0)
+    assert len(games) == 4
+    assert not [game.failure for game in games if game.failure]
+    assert {game.names for game in games} == {(RANDOM, first_free), (first_free, RANDOM)}
+    assert all(sum(game.rewards or (1,)) == 0 for game in games)
+
+
 def test_a_game_leaves_the_global_generator_as_it_found_it() -> None:
     random.seed(5)
     expected = random.Random(5).random()
@@ -183,6 +242,7 @@ def test_two_games_never_draw_from_each_others_state() -> None:
         ("TicTacToe-v0", {"make": {"no_such": 1}}, "cannot be set up with make="),
         ("TicTacToe-v0", {"players": 3}, "does not start with 3 players"),
         ("TicTacToe-v0", {"opponent": "no_such_module:f"}, "no module 'no_such_module'"),
+        ("ThreePlayerTicTacToe-v0", {"opponent": "base"}, "is played by 3, and a model has the other seat in games of"),
     ],
 )
 def test_mistakes_are_named(name: str, options: dict[str, object], problem: str) -> None:

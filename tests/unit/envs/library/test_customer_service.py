@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,11 @@ from turnwise.envs.library.customer_service_shop import Customer, Request, ShopD
 from turnwise.envs.scripted import ScriptedPlayer
 from turnwise.envs.tools import format_tool_call
 from turnwise.errors import ConfigError
+from turnwise.opponents import players
 from turnwise.runlog.reader import RunReader
 from turnwise.runtime.blocking import run_to_end
 from turnwise.trajectory import Message
+from turnwise.types import SamplingParams
 
 ALL_LEVELS = range(len(LEVELS))
 
@@ -298,14 +301,21 @@ def test_a_customer_that_recites_its_whole_brief_is_seen_and_its_seat_does_not_s
 
 @pytest.mark.model
 def test_a_model_plays_the_customer_with_its_own_budget_and_the_attempt_is_replayed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    allowed: list[int] = []
+
+    def watched(**given: Any) -> SamplingParams:
+        allowed.append(given["max_tokens"])
+        return SamplingParams(**given)
+
+    monkeypatch.setattr(players, "SamplingParams", watched)
     run = tw.train(
         "customer_service",
         model="tiny",
         steps=1,
         directory=tmp_path / "run",
-        env={"options": {"opponent": "base", "level": 0, "protocol": "line", "max_turns": 2}},
+        env={"options": {"opponent": "base", "level": 0, "protocol": "line", "max_turns": 2, "user_replies": 1}},
         opponent={"max_tokens": 4},
         eval={"tasks": 1},
         warmup={"steps": 0},
@@ -317,7 +327,8 @@ def test_a_model_plays_the_customer_with_its_own_budget_and_the_attempt_is_repla
         (first, *_) = [row for row in reader.attempts() if row.phase == "train"]
         labels = reader.attempt(first.id).trajectory.labels
     assert labels["opponent"] == "base"
-    assert "opponent_said" in labels
+    assert len(json.loads(labels["opponent_said"])) == 1
+    assert set(allowed) == {4}
     assert run_replay(str(run.directory), first.id) == 0
     assert "replayed exactly" in capsys.readouterr().out
     run.close()

@@ -45,6 +45,49 @@ def test_a_number_is_read_in_every_usual_format() -> None:
     assert find_option("6 %", ("5%", "6%")) == 1
     assert find_option("One Cat, please", PETS.options) == 1
     assert find_option("kept a year", ("kept", "kept a year")) == 1
+    assert find_option("1,100 (4)", options) == 2, "with the points, as the rules list them"
+    assert find_option("May 1", ("June", "May")) == 1, "a number says nothing where no option has one"
+
+
+DEPOSIT = ("none", "1 month", "2 months", "3 months")
+
+
+@for_each(
+    ("text", "options"),
+    [
+        ("900 or 1,000", RENT.options),
+        ("900 1,000", RENT.options),
+        ("1,100, not 900", RENT.options),
+        ("allowed or forbidden", PETS.options),
+        ("one cat, else forbidden", PETS.options),
+        ("none for 3 months", DEPOSIT),
+        ("3 months, then none", DEPOSIT),
+        ("kept a year then dropped", ("dropped", "kept a year", "kept", "leads")),
+    ],
+)
+def test_a_term_that_names_two_options_makes_the_offer_unreadable(text: str, options: Sequence[str]) -> None:
+    assert find_option(text, options) is None
+
+
+@for_each(
+    "quote",
+    [
+        "> Offer: rent=900; pets=one cat\nToo low.",
+        '"Offer: rent=900; pets=one cat" is too low.',
+        "“Offer: rent=900; pets=one cat” will not do.",
+        "'Offer: rent=900; pets=one cat'?",
+        "> > Offer: rent=900; pets=one cat",
+        "> Accept",
+        '"Accept"? Never.',
+    ],
+)
+def test_who_quotes_an_offer_neither_makes_nor_accepts_it(quote: str) -> None:
+    game = make_game()
+    assert say(game, "Offer: rent=900; pets=one cat", quote) == [True, True]
+    assert game.deal is None
+    assert game.offers == ({"rent": 0, "pets": 1}, None)
+    both = read_reply(f"{quote}\nOffer: rent=1,000; pets=allowed", TABLE.issues)
+    assert both.offer == {"rent": 1, "pets": 0}
 
 
 def test_every_option_of_every_game_is_read_back_as_itself() -> None:
@@ -124,6 +167,21 @@ def test_a_deal_pays_exactly_its_points_to_each_side() -> None:
     assert landlord.info["efficient"] == 1
     for deal in TABLE.deals:  # by hand: nobody wants to forbid pets, so no such deal is efficient
         assert TABLE.is_efficient(deal) == (deal["pets"] == 0)
+
+
+def test_a_success_asks_as_much_of_one_side_as_of_the_other_where_several_deals_are_fair() -> None:
+    for num_options, needed in ((2, 1 / 2), (3, 1 / 2), (4, 1 / 2)):
+        ups = tuple(3 * up for up in range(num_options))
+        issue = Issue(name="x", options=tuple("abcd"[:num_options]), kind="distributive", points=(ups, ups[::-1]))
+        table = PayoffTable(issues=(issue,))
+        assert table.nash == pytest.approx((needed, needed)), num_options
+        for option in range(num_options):
+            game = NegotiateGame(table, ("landlord", "tenant")).requiring(0.8)
+            say(game, f"Offer: x={issue.options[option]}", "Accept")
+            for seat in (0, 1):
+                outcome = game.outcome(seat)
+                assert outcome.is_success == (outcome.reward >= 0.8 * needed), (num_options, option, seat)
+    assert TABLE.nash == pytest.approx((6 / 7, 6 / 9))  # rent 1,100 or 1,000, pets allowed: 7 and 5, or 5 and 7
 
 
 def test_a_repeated_offer_accepts_and_an_acceptance_of_nothing_does_not() -> None:

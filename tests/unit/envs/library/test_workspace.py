@@ -82,6 +82,14 @@ async def test_what_a_click_downloads_the_shell_reads_and_a_form_sends() -> None
     assert steps[-1].reward == 1.0
 
 
+def test_a_folder_in_the_place_of_a_download_is_told_to_the_policy_and_is_no_failure_of_the_env() -> None:
+    replies = ["click 1", "$ mkdir -p orders.csv/x", "click 3", "$ rm -r orders.csv", "click 3", "$ wc -l < orders.csv"]
+    steps = run_to_end(play(office("both", OfficeChore(kind="count", name="Ann", value="2")), replies))
+    assert said(steps[2]).startswith("orders.csv was not saved to /work: Is a directory.")
+    assert said(steps[4]).startswith("orders.csv was saved to /work.")
+    assert said(steps[5]) == "4"
+
+
 class BusySandbox(Sandbox):
     """A sandbox on a machine under load: whatever runs outside of a session takes too long."""
 
@@ -127,7 +135,26 @@ async def test_a_database_that_could_not_be_read_in_time_is_the_envs_failure() -
         (OfficeChore(kind="count", name="Ann", value="2"), ["$ mkdir reports; ln -s /etc/passwd reports/Ann.txt"]),
         (OfficeChore(kind="notes", name="parcel"), ["$ mkdir done; cp notes/n0.txt done"]),
         (OfficeChore(kind="notes", name="parcel"), ["$ mkdir done; rm notes/n0.txt; touch done/n0.txt"]),
+        (OfficeChore(kind="notes", name="parcel"), ["$ mkdir done; mv notes/* done"]),
+        (OfficeChore(kind="notes", name="parcel"), ["$ mkdir done; cp notes/* done; rm notes/n0.txt"]),
+        (OfficeChore(kind="notes", name="parcel"), ["$ mkdir done; mv notes/n0.txt done; echo x >> notes/n1.txt"]),
+        (OfficeChore(kind="notes", name="parcel"), ["$ mkdir done; mv notes/n0.txt done; rm notes/n1.txt"]),
+        (
+            OfficeChore(kind="count", name="Ann", value="2"),
+            ["$ mkdir reports; echo 2 > reports/Ann.txt; rm -r notes"],
+        ),
         (OfficeChore(kind="balance", name="Ann", value="42"), ["```sql\nUPDATE customers SET balance = 42\n```"]),
+        (
+            OfficeChore(kind="balance", name="Ann", value="42"),
+            ["```sql\nUPDATE customers SET balance = 42.7 WHERE name = 'Ann'\n```"],
+        ),
+        (
+            OfficeChore(kind="balance", name="Ann", value="42"),
+            [
+                "```sql\nUPDATE customers SET balance = 42 WHERE name = 'Ann'\n```",
+                "```sql\nINSERT INTO customers VALUES ('Zoe', 1)\n```",
+            ],
+        ),
         (OfficeChore(kind="balance", name="Ann", value="42"), ["$ echo rubbish > shop.db"]),
         (
             OfficeChore(kind="balance", name="Ann", value="42"),

@@ -104,6 +104,16 @@ async def test_a_fork_before_the_first_command_has_the_files(session: Session) -
         fork.fork()
 
 
+async def test_a_session_that_locks_itself_out_gets_a_shell_again(session: Session) -> None:
+    result = await session.run("chmod 000 /work /tmp; exit 3")
+    assert (result.ending, result.exit_code) == ("shell_died", 3)
+    assert await output(session, "cat pkg/mod.py; pwd") == "x = 1\n/work"
+    session.files.write("pkg/mod.py", b"written\n")
+    fork = session.fork()
+    assert await output(fork, "cat pkg/mod.py") == "written"
+    await fork.close()
+
+
 async def test_a_snapshot_of_another_session_is_refused(session: Session, sandbox: Sandbox) -> None:
     other = sandbox.open()
     snapshot = other.snapshot()

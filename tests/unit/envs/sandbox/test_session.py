@@ -106,6 +106,16 @@ async def test_a_late_command_is_stopped_and_the_shell_goes_on(session: Session)
     assert session.num_restarts == 0
 
 
+async def test_every_part_of_a_late_command_is_stopped_and_the_shell_goes_on(session: Session) -> None:
+    await session.run("X=7")
+    late = "[stopped: not done after {} s; it was killed with all of its processes]"
+    for deadline_s in (0.3, 0.001):  # with the short one the shell has not yet read what it is to do
+        result = await session.run("sleep 60; sleep 60; sleep 60", deadline_s)
+        assert result.to_text() == late.format(deadline_s)
+    assert await output(session, "echo $X") == "7"
+    assert session.num_restarts == 0
+
+
 async def test_a_shell_that_ended_is_reported_and_replaced_with_its_files(session: Session) -> None:
     await session.run("cd pkg; X=7")
     gone = await session.run("echo bye; exit 3")
@@ -136,6 +146,7 @@ async def test_a_shell_that_will_not_stop_is_replaced(session: Session, command:
 async def test_closed_streams_and_marks_in_the_output_confuse_nobody(session: Session) -> None:
     await session.run("exec 1>&- 2>&-")
     assert await output(session, "echo fine") == "fine"
+    assert await output(session, "IFS=0123456789") == "[no output]"
     await session.run("exec 251>&-; echo turnwise-0 0 /")
     assert (await session.run("echo fine", 1.0)).ending in ("finished", "timeout", "shell_died")
     assert await output(session, "echo fine") == "fine"

@@ -321,7 +321,7 @@ class Shop(Site):
 
 
 def _with_price(product: sqlite3.Row) -> str:
-    """The name of a link that tells the price too, for whoever sees elements only."""
+    """The name of a link with its price, for observations that show elements only."""
     return f"{product['name']}, ${product['price']}"
 
 

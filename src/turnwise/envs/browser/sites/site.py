@@ -54,7 +54,7 @@ def redirect(path: str) -> WebResponse:
 
 
 class RefusedError(Exception):
-    """A form cannot be accepted; the message is shown to whoever sent it."""
+    """A form cannot be accepted; the sender is shown the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

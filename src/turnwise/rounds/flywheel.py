@@ -1,7 +1,7 @@
 """`turnwise.flywheel`: rounds that turn a model's own attempts into the next model.
 
-    wheel = turnwise.flywheel("key_door_tiny", directory="runs/wheel")
-    [row["success"] for row in wheel.evaluations]          # on the same held-out tasks after every round
+    done = turnwise.flywheel("key_door_tiny", directory="runs/flywheel")
+    [row["success"] for row in done.evaluations]           # on the same held-out tasks after every round
 
     round:  play -> judge -> route -> continued -> sft -> preference -> rl -> evaluate -> tasks
 
@@ -21,14 +21,15 @@ from turnwise.config.config import Config
 from turnwise.envs.difficulty import levels_of
 from turnwise.envs.registry import load_target
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.rounds.config import SECTION, TRAINED_STAGES, WORDS, FlywheelConfig, FlywheelFile, read_file
+from turnwise.opponents.seating import two_sided
+from turnwise.rounds.config import SECTION, WORDS, FlywheelConfig, FlywheelFile, read_file
 from turnwise.rounds.dial import LevelTasks, TaskDial
 from turnwise.rounds.learn import StageRuns
 from turnwise.rounds.play import RoundPlayer
 from turnwise.rounds.refresh import STAGE, check_refresh, is_due, refresh, verdict_of
 from turnwise.rounds.route import route
 from turnwise.rounds.store import PoolStore, is_flywheel
-from turnwise.rounds.tables import OVERALL
+from turnwise.rounds.tables import OVERALL, POOLS
 from turnwise.rounds.verdicts import check_source, open_source
 from turnwise.training.arguments import check_overrides_list
 from turnwise.training.objects import NO_OBJECTS, PythonObjects
@@ -153,7 +154,11 @@ UNREAD = {
         "mix": "plays one world",
     },
     "train": {"steps": "has flywheel.sft_steps, flywheel.rl_steps and the like"},
-    "eval": {"tasks": "has flywheel.eval_tasks"},
+    "eval": {
+        "tasks": "has flywheel.eval_tasks",
+        "every": "evaluates after every round",
+        "keep_best": "goes on with the last checkpoint of every stage",
+    },
     "run": {"dir": "has flywheel.dir", "name": "has flywheel.dir"},
     "cluster": {"env_workers": "plays tasks of several levels, and a worker serves one"},
     "data": {"dialogues": "trains on its own pools", "pairs": "trains on its own pools"},
@@ -167,6 +172,14 @@ def check_read(config: Config, objects: PythonObjects = NO_OBJECTS) -> None:
         changed = getattr(config, section).changed_options()
         for name in (name for name in reasons if name in changed):
             raise ConfigError(f"{section}.{name} is not read: a flywheel {reasons[name]}; leave it out")
+    for name in config.opponent.changed_options():
+        raise ConfigError(f"opponent.{name} is not read: a flywheel plays against scripts of its world; leave it out")
+    sided = two_sided(objects.make_world(config.env, max_turns=config.rollout.max_turns, memory=config.memory))
+    if sided is not None and sided.opponent not in sided.scripted_opponents:
+        raise ConfigError(
+            f"env.options.opponent={sided.opponent} is a model, and a flywheel plays against scripts of its world; "
+            f"expected {', '.join(sided.scripted_opponents)}"
+        )
     target = objects.env if objects.env is not None else load_target(config.env.name)
     levels = levels_of(target, config.env.options)
     dialled = sorted({name for level in levels for name in level} & set(config.env.options))
@@ -197,7 +210,7 @@ def _pairs(began: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, dict[s
 
 def _current(store: PoolStore) -> str:
     """The weights that the last stage that trains left; empty: the base model."""
-    order = ("warmup", *TRAINED_STAGES)
+    order = ("warmup", *POOLS)
     rows = [row for row in store.query("SELECT * FROM stages") if row["stage"] in order]
     if not rows:
         return store.meta("start") or ""
@@ -251,7 +264,7 @@ class _Rounds:
             self._judge(number, report)
         if self._store.stage(number, "route") is None:
             self._route(number, report)
-        for stage in TRAINED_STAGES:
+        for stage in POOLS:
             if self._store.stage(number, stage) is None:
                 detail = self._runs.train(number, stage, _current(self._store))
                 self._store.finish(number, stage, **detail)
