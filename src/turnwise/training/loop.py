@@ -24,8 +24,8 @@ from turnwise.doctor import diagnose
 from turnwise.errors import LearnerError
 from turnwise.opponents.interface import RunOpponents
 from turnwise.renderers.base import Renderer
-from turnwise.rollout.config import SERVER_BACKENDS
 from turnwise.rollout.group import Rollout
+from turnwise.rollout.server_options import OTHER_SAMPLERS
 from turnwise.rollout.stats import FirstFailures
 from turnwise.runlog.reader import RunReader
 from turnwise.runlog.schema import CheckpointRow
@@ -351,7 +351,7 @@ class Loop:
     async def _publish_unread(self) -> None:
         """Begin a synchronous step with nothing read: prompts of an evaluation stay cached under their weights, and a
         prompt that begins like them is then rounded otherwise than in a resumed run, which does not evaluate again."""
-        is_server = self._config.rollout.backend in SERVER_BACKENDS  # it rounds by what else is in its batch anyway
+        is_server = self._config.rollout.backend in OTHER_SAMPLERS  # it rounds by what else is in its batch anyway
         if self._is_read and not self._config.train.max_staleness and not is_server:
             self._sampler = await self._publish()
             self.supply.publish(self._sampler)
