@@ -118,7 +118,7 @@ class Gae:
         return self.level == "turn"
 
     def learned(self, numbers: Sequence[FloatArray]) -> list[FloatArray]:
-        """Of numbers by token, [S] per turn, those of the states that the critic learns."""
+        """The numbers of the states that the critic learns, from those of all tokens, [S] per turn."""
         return [numbers_S[:1] for numbers_S in numbers] if self.first_only else list(numbers)
 
     def credit(self, trajectory: Trajectory, values: TrajectoryValues) -> Credit:

@@ -165,11 +165,8 @@ class PoolStore(ClosedOnExit):
 
     def _name_of(self, one: ListedTask) -> str:
         """The id of a task; where another level has a task of that name, with the level."""
-        is_taken = self.query(
-            "SELECT 1 FROM (SELECT id, difficulty FROM tasks UNION SELECT id, difficulty FROM held_out) "
-            "WHERE id = ? AND difficulty != ?",
-            *(one.task.id, one.difficulty),
-        )
+        every = "SELECT id, difficulty FROM tasks UNION SELECT id, difficulty FROM held_out"
+        is_taken = self.query(f"SELECT 1 FROM ({every}) WHERE id = ? AND difficulty != ?", one.task.id, one.difficulty)
         return level_id(one.task.id, one.difficulty) if is_taken else one.task.id
 
     def retire(self, task_ids: Iterable[str], number: int) -> None:

@@ -236,4 +236,7 @@ def _played_part(entries: Sequence[PoolEntry]) -> dict[str, float]:
         values["tokens"] = float(sum(one.num_sampled_tokens for one in attempts))
     if outcomes and is_judged:
         values["success"] = fmean(outcomes)
+    agreements = [one.metrics["outcome_agreement"] for one in attempts if "outcome_agreement" in one.metrics]
+    if agreements:
+        values["outcome_agreement"] = fmean(agreements)
     return values

@@ -36,6 +36,8 @@ ZERO_GRADIENT_STEPS = 3
 """Steps in a row that learned from tokens, and whose gradient was exactly 0: one such step may be an accident."""
 AGREEMENT_STEPS = 3
 """Steps over which the agreement of outcome model and verifier is taken."""
+AGREEMENT, AGREEMENT_OF_WORLD = "rollout/env_outcome_agreement_mean", "world/outcome_agreement_"
+"""The metric of it, and how those of the members of a mix begin."""
 DRIFT_STEPS = 3
 """Steps whose median drift is compared with the first steps: one odd batch is no trend."""
 MIN_DRIFT = 1e-6
@@ -215,7 +217,7 @@ _WORDS: Mapping[str, tuple[str, str, str]] = {
         "Raise opponent.base_weight and opponent.scripted_weight, or opponent.keep_last",
     ),
     "outcome_model": (
-        "the share of attempts on which the outcome model and the verifier agree",
+        "the share of attempts on which the outcome model and the verifier agree{place}",
         "the policy has found what the outcome model rewards and the verifier does not",
         "Train the outcome model again on attempts of this run (turnwise orm train), or raise reward.weights.outcome",
     ),
@@ -247,6 +249,8 @@ class AlarmState(TypedDict):
     """Drift of the last steps."""
     agreements: NotRequired[list[float]]
     """Agreement of outcome model and verifier in the last steps."""
+    agreements_by_world: NotRequired[dict[str, list[float]]]
+    """The same for each member of a mix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +262,10 @@ class _Reading:
     bound: float
     is_out: bool
     place: str = ""
+
+
+def _is_agreement(name: str) -> bool:
+    return name == AGREEMENT or name.startswith(AGREEMENT_OF_WORLD)
 
 
 @dataclass(slots=True)
@@ -274,7 +282,8 @@ class Alarms:
     _num_zero_gradients: int = 0
     _first_drifts: list[float] = field(default_factory=list[float])
     _last_drifts: list[float] = field(default_factory=list[float])
-    _agreements: list[float] = field(default_factory=list[float])
+    _agreements: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """By member of a mix; all together by the empty name."""
 
     def check(self, metrics: Mapping[str, float], worst_token: str = "") -> list[Alarm]:
         """The alarms that began or ended with this step.
@@ -311,7 +320,8 @@ class Alarms:
             zero_gradients=self._num_zero_gradients,
             first_drifts=list(self._first_drifts),
             last_drifts=list(self._last_drifts),
-            agreements=list(self._agreements),
+            agreements=list(self._agreements.get("", [])),
+            agreements_by_world={world: list(last) for world, last in self._agreements.items() if world},
         )
 
     def restore(self, state: AlarmState) -> None:
@@ -323,7 +333,8 @@ class Alarms:
         self._num_zero_gradients = state.get("zero_gradients", 0)
         self._first_drifts = list(state.get("first_drifts", []))
         self._last_drifts = list(state.get("last_drifts", []))
-        self._agreements = list(state.get("agreements", []))
+        worlds = state.get("agreements_by_world", {})
+        self._agreements = {world: list(last) for world, last in {"": state.get("agreements", []), **worlds}.items()}
 
     def _readings(self, metrics: Mapping[str, float], worst_token: str) -> list[_Reading]:
         """The watched metrics that this step measured."""
@@ -382,13 +393,18 @@ class Alarms:
         ]
 
     def _outcome_readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
-        """Whether outcome model and verifier have parted, over the last steps: one batch is small."""
-        agreement = metrics.get("rollout/env_outcome_agreement_mean")
-        if agreement is None or not math.isfinite(agreement):
+        """Whether outcome model and verifier have parted, over the last steps: one batch is small. In a mix the world
+        counts in which they agree least, which a mean over all would hide."""
+        measured = {name: value for name, value in metrics.items() if math.isfinite(value) and _is_agreement(name)}
+        for name, agreement in measured.items():
+            world = "" if name == AGREEMENT else name.removeprefix(AGREEMENT_OF_WORLD)
+            self._agreements[world] = [*self._agreements.get(world, []), agreement][-AGREEMENT_STEPS:]
+        known = {world: fmean(last) for world, last in self._agreements.items() if len(last) == AGREEMENT_STEPS}
+        if not known or not measured:
             return []
-        self._agreements = [*self._agreements, agreement][-AGREEMENT_STEPS:]
-        mean, bound = fmean(self._agreements), self.config.min_outcome_agreement
-        return [_Reading("outcome_model", mean, bound, len(self._agreements) == AGREEMENT_STEPS and mean < bound)]
+        worst, bound = min(known, key=lambda world: (known[world], world)), self.config.min_outcome_agreement
+        place = f" in {worst}" if worst else ""
+        return [_Reading("outcome_model", known[worst], bound, known[worst] < bound, place)]
 
     def _entropy_readings(self, metrics: Mapping[str, float]) -> list[_Reading]:
         """Whether the whole entropy is low, and whether the place where it rose most is high."""

@@ -293,6 +293,11 @@ CATALOGUE: tuple[Metric, ...] = (
         ("world/success_{world}", "share", "Success of this member's attempts; absent if none was judged."),
         ("world/reward_{world}", "reward", "Reward of this member's attempts, as the env gave it."),
         ("world/turns_{world}", "turns", "Turns of this member's attempts."),
+        (
+            "world/outcome_agreement_{world}",
+            "share",
+            "This member's attempts on which outcome model and verifier agree (reward.model).",
+        ),
         ("world/tokens_{world}", "tokens", "Tokens that this member's attempts sampled; failed ones are not counted."),
         ("world/failed_{world}", "attempts", "Attempts of this member that failed through no fault of the policy."),
         ("curriculum/level_mean", "level", "Mean level of the groups that the step took."),

@@ -107,7 +107,7 @@ def change_of(before: Sequence[float], after: Sequence[float]) -> Interval:
 
 
 def _correlation(before: Sequence[float], after: Sequence[float]) -> float:
-    """Of two numbers per task; 0 where it is negative, or unknown because one of them never differs."""
+    """The correlation of two numbers per task; 0 where it is negative, or unknown as one of them never differs."""
     if np.ptp(before) == 0 or np.ptp(after) == 0:
         return 0.0
     return max(0.0, float(np.corrcoef(before, after)[0, 1]))

@@ -6,9 +6,10 @@ import asyncio
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +22,7 @@ from turnwise.envs.joint import JointWorld, leaf_of, leaves
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.models.facts import ModelFacts, read_facts
 from turnwise.opponents.seating import two_sided
+from turnwise.outcomes import OutcomeWorld
 from turnwise.rollout.group import Rollout
 from turnwise.runlog.reader import RunReader
 from turnwise.training.assemble import Parts, assemble, held_out_tasks
@@ -167,6 +169,26 @@ def test_a_run_says_of_every_attempt_and_every_step_which_world_it_was(make_rig:
             assert run.metric(f"world/success_{name}")[0][1] == sum(row.is_success is True for row in rows) / len(rows)
             assert run.metric(f"world/turns_{name}")[0][1] == 1.0
         assert {row.outcome for row in run.attempts(phase="train") if row.task_id.startswith("won/")} == {"constant"}
+
+
+class SaysYes:
+    """Stands for an outcome model to which every attempt is a success."""
+
+    async def score(self, conversations: Sequence[Any]) -> list[float]:
+        return [1.0 for _ in conversations]
+
+    def cuts(self, conversation: Any) -> bool:  # noqa: ARG002
+        return False
+
+
+def test_a_mix_says_of_each_world_how_often_outcome_model_and_verifier_agree(make_rig: MakeRig) -> None:
+    model = cast(Any, SaysYes())
+    fair, won = (OutcomeWorld(inner=coin, model=model) for coin in (CoinWorld(), CoinWorld(is_easy=True)))
+    rig = _joint(make_rig({"train": {"steps": 3}}), fair=cast(Any, fair), won=cast(Any, won))
+    with _run(rig) as run:
+        assert run.metric("world/outcome_agreement_fair") == run.metric("world/success_fair")
+        assert [value for _, value in run.metric("world/outcome_agreement_won")] == [1.0] * 3
+        assert run.metric("world/success_fair")[0][1] < 1
 
 
 def test_an_evaluation_gives_each_world_and_their_plain_mean(make_rig: MakeRig) -> None:

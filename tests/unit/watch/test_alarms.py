@@ -48,6 +48,22 @@ def test_each_number_has_a_band_a_reason_and_a_remedy(metric: str, value: float,
         assert word in str(alarm)
 
 
+def test_a_world_of_a_mix_in_which_the_outcome_model_parts_is_named_though_the_mean_is_fine() -> None:
+    alarms = Alarms(AlarmConfig(min_outcome_agreement=0.7))
+    fine = {"rollout/env_outcome_agreement_mean": 0.9, "world/outcome_agreement_doors": 0.95}
+    parted = {**fine, "world/outcome_agreement_shop": 0.2}
+    assert [alarms.check(one) for one in (parted, parted)] == [[], []], "two steps are few"
+    restored = Alarms(AlarmConfig(min_outcome_agreement=0.7))
+    restored.restore(json.loads(json.dumps(alarms.to_state())))
+    for one in (alarms, restored):
+        assert one.check(FINE) == [], "a step that measured none says nothing"
+        (alarm,) = one.check(parted)
+        assert "the outcome model and the verifier agree in shop is 0.2, under 0.7" in str(alarm)
+        assert one.check(fine) == [], "the shop was not played in this step"
+    well = {**fine, "world/outcome_agreement_shop": 1.0}
+    assert [alarm.is_over for _ in range(3) for alarm in alarms.check(well)] == [True]
+
+
 def _run(alarms: Alarms, rewards: list[float], **entropies: float) -> list[Alarm]:
     """A step for each reward; the entropies hold from the first of them on."""
     named = {f"rollout/entropy_{name}": value for name, value in entropies.items()}
