@@ -11,6 +11,7 @@ in luck. Pairs that teach nothing are counted and left out: equal rewards, the s
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,13 @@ from turnwise.backends import find_publisher
 from turnwise.client.base import SamplingClient
 from turnwise.commands.play import open_policy
 from turnwise.config.config import Config
-from turnwise.config.files import config_from_yaml, config_to_yaml
+from turnwise.config.files import config_from_yaml, config_to_yaml, load_config
 from turnwise.credit.advantages import is_constant_group
 from turnwise.credit.branching import TurnDistribution
 from turnwise.credit.preferences import PreferencePair, best_and_worst, disjoint_pairs
 from turnwise.envs.base import Task
 from turnwise.envs.joint import leaves
+from turnwise.envs.registry import load_target, world_options
 from turnwise.errors import ConfigError, DataError
 from turnwise.judges import attach_judge
 from turnwise.models.config import ModelConfig
@@ -165,10 +167,29 @@ def run_pairs(targets: Sequence[str], overrides: Sequence[str], options: PairOpt
         print(f"pushed to {options.hf_repo}")
     first = found.pairs[0]
     world = first.world if " " not in first.world else "FILE"
-    start = "".join(f" {option}" for option in found.start)
+    start = "".join(f" {option}" for option in (*found.start, *_game_options(found.config, world)))
     learn = f"turnwise train {world} model={first.model}{start} method={options.kind} data.pairs={options.out}"
     print(f"learn from it: {learn}")
     return 0
+
+
+def _game_options(config: Config, world: str) -> list[str]:
+    """The options with which a run of `world` evaluates on the games that the pairs are of, and not on its preset's."""
+    if config.env.mix or world == "FILE":
+        return []
+    try:
+        usual, target = load_config(world, []).env, load_target(config.env.name)
+        defaults = {option.name: option.default for option in world_options(config.env.name)}
+    except ConfigError:  # pairs of stored attempts need no world; one that is not here has no options that we know
+        return []
+    found = [] if config.env.difficulty == usual.difficulty else [f"env.difficulty={config.env.difficulty}"]
+    for name in {**usual.options, **config.env.options}:
+        value, default = config.env.options.get(name, defaults.get(name)), usual.options.get(name, defaults.get(name))
+        is_model = name == "opponent" and value not in getattr(target, "scripted_opponents", (value,))
+        if value != default and not is_model:  # a model would have to be loaded, and learning from a file needs none
+            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            found.append(f"env.options.{name}={text}")
+    return found
 
 
 def _provenance(targets: Sequence[str], options: PairOptions, found: _Found) -> Provenance:

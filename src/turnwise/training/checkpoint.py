@@ -340,8 +340,10 @@ def evaluation_score(row: EvaluationRow) -> float:
 
 
 def _is_as_good(row: EvaluationRow, best: EvaluationRow) -> bool:
-    """Compare by success, or by reward if neither measured any. One that measured none beside one that did had none: all
-    of its attempts were cut short."""
+    """Compare by success, or by reward if neither measured any.
+
+    One that measured none beside one that did had none: all of its attempts were cut short.
+    """
     if math.isnan(row.success) and math.isnan(best.success):
         return row.reward >= best.reward
     own, other = (0.0 if math.isnan(one.success) else one.success for one in (row, best))

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from turnwise.envs.base import assistant
 from turnwise.envs.registry import get_world
 from turnwise.errors import Party
 from turnwise.rollout.group import DroppedGroup, Rollout, RolloutResult
 from turnwise.rollout.stats import RolloutStats
 from turnwise.training.evaluate import Evaluation, play_panel
-from turnwise.trajectory import EndReason, Failure, Trajectory, TrajectoryGroup, Turn
+from turnwise.trajectory import EndReason, Failure, Trajectory, TrajectoryGroup
 from turnwise.watch.intervals import mean_interval, success_interval
+from unit.credit.groups import make_attempt
 
 
-def attempt(task: int, reward: float, **fields: Any) -> Trajectory:
-    turn = Turn(
-        prompt_ids=(1,),
-        sampled_ids=(2,),
-        sampler_logprobs=(-1.0,),
-        policy_version=0,
-        reply=assistant("Hi"),
-        reward_parts={"outcome": reward},
-    )
-    end = {"end_reason": EndReason.TERMINATED, "is_success": reward >= 0.5}
-    return Trajectory(task_id=f"t{task}", attempt=0, seed=0, turns=(turn,), **{**end, **fields})
+def attempt(task: int, reward: float) -> Trajectory:
+    return replace(make_attempt([reward], is_success=reward >= 0.5), task_id=f"t{task}")
 
 
 def played(rewards: list[float]) -> RolloutResult:
@@ -68,7 +60,8 @@ async def test_a_task_that_several_opponents_play_is_one_task() -> None:
 
 
 async def test_a_panel_without_one_of_its_opponents_has_no_number() -> None:
-    failed = attempt(0, 0.0, end_reason=EndReason.FAILED, failure=Failure(party=Party.OPPONENT, detail="gone"))
+    failure = Failure(party=Party.OPPONENT, detail="gone")
+    failed = replace(attempt(0, 0.0), end_reason=EndReason.FAILED, is_success=None, failure=failure)
     dropped = DroppedGroup(task_id="t0", why="group_too_small", detail="", failed=(failed,))
     dead = RolloutResult.of([dropped], RolloutStats())
     evaluation = await evaluate(base=[0.5, 1.0], address=dead)

@@ -41,9 +41,9 @@ pytestmark = pytest.mark.usefixtures("tiny_dir")
 Row = tuple[Phase, int, Trajectory]
 
 
-def write_run(directory: Path, rows: Iterable[Row], *overrides: str) -> str:
-    """A run of `key_door` with `tiny` that played these attempts: (phase, step, trajectory)."""
-    config = load_config("key_door", ["model=tiny", *overrides])
+def write_run(directory: Path, rows: Iterable[Row], *overrides: str, preset: str = "key_door") -> str:
+    """A run with `tiny` that played these attempts: (phase, step, trajectory)."""
+    config = load_config(preset, ["model=tiny", *overrides])
     writer = RunWriter.create(directory, config_to_yaml(config), max_size_mb=8)
     for phase, step, trajectory in rows:
         writer.task(trajectory.task_id, phase, {})
@@ -201,6 +201,31 @@ def test_attempts_in_other_seats_or_against_other_opponents_are_not_compared(
     assert main(["pairs", run, "--stored", "--across-seeds", "--out", str(tmp_path / "pool.parquet")]) == 0
     pairs = read_pairs(tmp_path / "pool.parquet")
     assert {one.opponent: one.pair.reward_difference for one in pairs} == pytest.approx({"base": 0.1, "tough": 0.1})
+
+
+def test_the_printed_command_evaluates_on_the_games_that_were_played(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[Row] = [("train", 1, make_attempt([one], sizes=[size])) for one, size in ((0.0, 2), (1.0, 3))]
+    rows = [(phase, step, replace(one, seed=0)) for phase, step, one in rows]
+    for number, (preset, options) in enumerate(
+        [
+            ("study_negotiate", ["env.options.num_issues=3", "env.options.opponent=tough"]),
+            ("study_negotiate", ["env.options.opponent=base", "env.difficulty=1"]),
+            ("negotiate", []),
+        ]
+    ):
+        run = write_run(tmp_path / str(number), rows, *options, preset=preset)
+        _, said = make_pairs(run, tmp_path / f"{number}.parquet", "dpo", capsys)
+        printed = said.split("learn from it: turnwise train ")[1].split()
+        learns, played = load_config(printed[0], printed[1:]).env, load_config(preset, options).env
+        if "base" in played.options.values():  # learning from a file needs no other model
+            played = played.model_copy(update={"options": {**played.options, "opponent": learns.options["opponent"]}})
+        assert get_world(learns.name, **learns.options) == get_world(played.name, **played.options), printed
+        assert learns.difficulty == played.difficulty
+        assert options or not any(word.startswith("env.") for word in printed), "nothing differs"
+    elsewhere = write_run(tmp_path / "elsewhere", rows, preset=str(tmp_path / "gone.py:World"))
+    assert "gone.py:World model=tiny method=dpo" in make_pairs(elsewhere, tmp_path / "e.parquet", "dpo", capsys)[1]
 
 
 def test_refuel_pairs_that_say_the_same_where_they_part_are_counted_and_not_written(

@@ -13,9 +13,9 @@
 The mood, glad or sad, is drawn with the env's seed. The buyer tells it with the answer to the first price, and the
 policy cannot change it. A glad buyer pays up to twice the worth, a sad one up to one less than the worth, so the mood
 changes the payoff more than any price does. The only reward comes at the end: what was earned, divided by what a glad
-buyer would have paid for everything. `is_success` means 75 % of what could be earned once the mood was known. A reply
-without exactly one price from 1 to 9 sells nothing and is flagged as unparsable. One list of things in five is held
-out. The env can be forked at any turn.
+buyer would have paid for everything. `is_success` means 75 % of what could be earned once the mood was known; for a
+buyer who is trained, that the seller did not get so much. A reply without exactly one price from 1 to 9 sells nothing
+and is flagged as unparsable. One list of things in five is held out. The env can be forked at any turn.
 
 With `mood_from="price"` the mood is a hash of the seed and the first price. So attempts that share a seed but ask for
 different first prices meet different moods: the luck then varies inside a group.
@@ -182,9 +182,10 @@ class BargainGame:
         most = sum(highest_price(good["worth"], "glad") for good in self._goods)
         possible = sum(highest_price(good["worth"], mood) for good in self._goods[1:])
         sold = self._earned / most
+        is_sold_well = self._earned - self._earned_first >= SUCCESS_SHARE * possible
         return SeatOutcome(
             reward=sold if seat == 0 else 1.0 - sold,
-            is_success=self._earned - self._earned_first >= SUCCESS_SHARE * possible,
+            is_success=is_sold_well if seat == 0 else not is_sold_well,
             info={"glad": float(mood == "glad")},
         )
 

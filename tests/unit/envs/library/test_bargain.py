@@ -38,6 +38,16 @@ async def test_the_dialogue_of_the_docstring() -> None:
     assert (steps[-1].terminated, steps[-1].is_success) == (True, True)
 
 
+async def test_what_is_a_success_for_the_seller_is_none_for_the_buyer() -> None:
+    for prices, is_sold_well in ((("5", "8", "4", "8"), True), (("9", "9", "9", "9"), False)):
+        env = make_env("glad")
+        await env.start()
+        await play_replies(env, *prices)
+        seller, buyer = env.game.outcome(0), env.game.outcome(1)
+        assert (seller.is_success, buyer.is_success) == (is_sold_well, not is_sold_well)
+        assert seller.reward + buyer.reward == pytest.approx(1)
+
+
 async def test_the_mood_moves_the_payoff_more_than_any_price_does() -> None:
     best: dict[Mood, float] = {}
     for mood in ("glad", "sad"):
