@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from turnwise.engine.attention.plans import AttentionPlan, GroupedPlan, PagedPlan, TreePlan
 from turnwise.engine.model.body_weights import BlockWeights, BodyWeights, embed_tokens, join_linears, weight_of
 from turnwise.engine.model.expert_layers import TokenRouter
-from turnwise.engine.model.few_rows import has_plain_blocks, is_plain_step, run_few_rows
+from turnwise.engine.model.few_rows import SamplerPass, run_in_few_calls
 from turnwise.engine.model.fused_parts import is_fused
 from turnwise.engine.model.gated_mlp import GatedMlp, Mlp, MlpPass, Scratch
 from turnwise.engine.model.kept import FLOAT32_BYTES, KeptRoom, PassSizes
@@ -50,7 +50,7 @@ from turnwise.engine.model.weight_gradients import (
     add_norm_gradient,
     add_product_gradient,
 )
-from turnwise.engine.ops.interface import AttentionRule, FewRowOps, Heads, Ops, Rotation, Saved
+from turnwise.engine.ops.interface import AttentionRule, Heads, Ops, Rotation, Saved
 from turnwise.models.blocks import BlockSpec
 from turnwise.models.facts import ModelSizes
 
@@ -276,9 +276,11 @@ class FusedBody:
         """Normed hidden states of the wanted rows, from embedded tokens; fills `kept` for a backward pass."""
         delta = None
         weights = work.weights
-        if kept is None and (few := self._few_rows(h, work)) is not None:
-            h = run_few_rows(few, h, weights, work.route, (work.rotation, work.plan), self.eps)
-            return self.ops.layers.add_norm(h, None, weights.last_norm, self.eps)[1]
+        if kept is None and self.trace is None and self._is_whole and isinstance(work.plan, PagedPlan):
+            rows = None if work.wanted is None else work.wanted.rows
+            step = SamplerPass(weights, work.route, work.rotation, work.plan, self.rules, self.eps, rows)
+            if (done := run_in_few_calls(self.ops, h, step)) is not None:
+                return done
         if self.trace is not None:
             self.trace.add(EMBEDDING, h)
         for index in range(len(weights.blocks)):
@@ -291,14 +293,6 @@ class FusedBody:
         if kept is not None:
             kept.last = h, rstd
         return x
-
-    def _few_rows(self, h: Tensor, work: _StackPass) -> FewRowOps | None:
-        """The kernels of a decode step of few rows, if they compute this one."""
-        few = self.ops.few_rows
-        if few is None or not few.takes(len(h), h.dtype) or self.trace is not None or not self._is_whole:
-            return None
-        is_plain = work.wanted is None and is_plain_step(work.plan, work.route, len(h))
-        return few if is_plain and has_plain_blocks(work.weights, self.rules) else None
 
     def run_block(self, index: int, before: BlockInput, work: _StackPass) -> tuple[Tensor, Tensor, KeptBlock]:
         """The residual stream, what the MLP adds to it, and what backward reads."""

@@ -14,8 +14,8 @@ from turnwise.engine.ops import build, waiting
 from turnwise.engine.ops.interface import AttentionRule
 from turnwise.errors import DataError
 
-_SCRATCH_COLUMNS = 160  # BLOCK_COLS + 32 in cpu_linear.c
-_MAX_HEADS = 1024  # the same in cpu.c
+SCRATCH_COLUMNS = 160  # BLOCK_COLS + 32 in cpu_linear.c
+MAX_HEADS, MAX_HEAD_SIZE = 1024, 512  # of decode attention; the first is the same in cpu.c
 
 
 class CpuKernels:
@@ -98,10 +98,10 @@ class CpuKernels:
         """
         batch, heads, head_size = query.shape
         num_blocks, block_size, kv_heads, _ = key_cache.shape
-        if head_size % 8 or not 0 < head_size <= 512:
-            raise DataError(f"head size {head_size}: expected a multiple of 8 up to 512")
-        if heads % kv_heads or heads > _MAX_HEADS:
-            raise DataError(f"{heads} query heads over {kv_heads} KV heads: expected a multiple, at most {_MAX_HEADS}")
+        if head_size % 8 or not 0 < head_size <= MAX_HEAD_SIZE:
+            raise DataError(f"head size {head_size}: expected a multiple of 8 up to {MAX_HEAD_SIZE}")
+        if heads % kv_heads or heads > MAX_HEADS:
+            raise DataError(f"{heads} query heads over {kv_heads} KV heads: expected a multiple, at most {MAX_HEADS}")
         if out is None:
             out = query.new_empty(batch, heads, head_size)
         max_blocks = block_table.shape[1]
@@ -157,7 +157,7 @@ class CpuKernels:
     def _linear_scratch(self, inputs: int) -> int:
         """Address of this thread's buffer for the packed x."""
         buffer: Tensor | None = getattr(self._scratch, "buffer", None)
-        needed = inputs * _SCRATCH_COLUMNS
+        needed = inputs * SCRATCH_COLUMNS
         if buffer is None or buffer.numel() < needed:
             buffer = self._scratch.buffer = torch.empty(needed, dtype=torch.float32, device="cpu")
         return buffer.data_ptr()

@@ -18,6 +18,7 @@ enum {
     BLOCK_COLS = 128, /* rows of x that are taken at once */
     DOT_COLS = 4, /* up to here plain dot products along K are faster */
     PREFETCH_FLOATS = 4096, /* how far ahead of the dot products to fetch */
+    ONE_SET = 1024, /* floats: rows a multiple of this apart, 4 KiB, fall into one L1 set */
 };
 #if defined(__AVX512F__)
 enum { WIDE_ROWS = 8 }; /* 8 x 2 accumulators of 32 registers */
@@ -25,17 +26,22 @@ enum { WIDE_ROWS = 8 }; /* 8 x 2 accumulators of 32 registers */
 enum { WIDE_ROWS = 4 }; /* 4 x 2 accumulators of 16 registers */
 #endif
 
-/* Width of the next panel when `left` columns remain: two vectors, one, or half of one where that wastes less. */
-INLINE int64_t panel_width(int64_t left) {
-    if (left > 3 * LANES / 2) return 2 * LANES;
-    return left > 8 ? LANES : 8;
+/* Whether tiles of a whole group take panels of one vector: twice the rows keep both units busy with pairs, where rows
+ * do not fight for one set. Floats, which the instructions read from memory themselves, gain nothing. */
+INLINE int has_tall_tiles(int64_t K, int is_paired) { return LANES == 16 && is_paired && K % ONE_SET != 0; }
+
+/* Width of the next panel when `left` columns remain: two vectors, one, or half of one. With 32 registers two vectors
+ * take less time than one and a half, and a tall tile of one no more than half of one. */
+INLINE int64_t panel_width(int64_t left, int is_tall) {
+    if (left > (LANES == 16 ? LANES : 3 * LANES / 2)) return 2 * LANES;
+    return left > 8 || is_tall ? LANES : 8;
 }
 
 /* x[rows,K], columns k..k+8, into every panel; rows that do not exist become zeros. */
 static void pack_columns(const float *x, int64_t rows, int64_t K, int64_t k, float *panels) {
     int64_t depth = min_of(8, K - k);
     for (int64_t first = 0, width; first < rows; first += width) {
-        width = panel_width(rows - first);
+        width = panel_width(rows - first, 0);
         float *panel = panels + first * K + k * width;
         for (int64_t m = 0; m < width; m += 8) {
             int64_t present = rows - first - m;
@@ -55,7 +61,7 @@ static void pack_pairs(const float *x, int64_t rows, int64_t inputs, int64_t k, 
     int64_t K = inputs / 2, depth = min_of(8, K - k);
     float rounded[64] = {0};
     for (int64_t first = 0, width; first < rows; first += width) {
-        width = panel_width(rows - first);
+        width = panel_width(rows - first, has_tall_tiles(K, 1));
         float *panel = panels + first * K + k * width;
         for (int64_t m = 0; m < width; m += 8) {
             for (int64_t i = 0; i < 8; i++) {
@@ -104,6 +110,7 @@ DEFINE_TILE(pair_wide, vec, vec_mem, 2, WIDE_ROWS, ADD_PAIRS)
 #if defined(__AVX512F__)
 DEFINE_TILE(tile_single, vec, vec_mem, 1, TILE_ROWS, ADD_FLOATS)
 DEFINE_TILE(pair_single, vec, vec_mem, 1, TILE_ROWS, ADD_PAIRS)
+DEFINE_TILE(pair_tall, vec, vec_mem, 1, GROUP_ROWS, ADD_PAIRS)
 #endif
 DEFINE_TILE(tile_half, vec8, vec8_mem, 1, TILE_ROWS, ADD_FLOATS)
 DEFINE_TILE(pair_half, vec8, vec8_mem, 1, TILE_ROWS, ADD_PAIRS)
@@ -116,11 +123,40 @@ typedef struct {
     int is_paired;
 } Linear;
 
+#if defined(__AVX512F__)
+/* `multiply_group` of a whole group with pairs, whose last panel is one vector wide. */
+static void multiply_tall(const Linear *p, int64_t row) {
+    float tile[GROUP_ROWS * BLOCK_COLS];
+    const float *w = p->weight + row * p->K;
+    int64_t K = p->K, M = p->M, first = 0;
+    for (; first + LANES < M; first += 2 * LANES)
+        for (int r = 0; r < GROUP_ROWS; r += WIDE_ROWS)
+            pair_wide(w + r * K, K, p->x + first * K, tile + r * BLOCK_COLS + first, BLOCK_COLS);
+    pair_tall(w, K, p->x + first * K, tile + first, BLOCK_COLS);
+    for (int r = 0; r < GROUP_ROWS; r += 8) {
+        int64_t at = row + r, m = 0;
+        for (; m + 8 <= M; m += 8)
+            turn8(1, tile + r * BLOCK_COLS + m, BLOCK_COLS, p->out + m * p->N + at, p->N,
+                  p->bias ? load8(p->bias + at) : splat8(0));
+        for (; m < M; m++)
+            for (int64_t i = 0; i < 8; i++)
+                p->out[m * p->N + at + i] = tile[(r + i) * BLOCK_COLS + m] + (p->bias ? p->bias[at + i] : 0);
+    }
+}
+#endif
+
 /* Columns of `out` [row, row + count) from the packed x, count <= GROUP_ROWS. Needs N >= TILE_ROWS. */
 static void multiply_group(const Linear *p, int64_t row, int64_t count) {
     float tile[TILE_ROWS * BLOCK_COLS], *out = p->out;
     const float *bias = p->bias;
     int64_t N = p->N, K = p->K, M = p->M;
+    int is_tall = has_tall_tiles(K, p->is_paired);
+#if defined(__AVX512F__)
+    if (is_tall && count == GROUP_ROWS && M % (2 * LANES) > 0 && M % (2 * LANES) <= LANES) {
+        multiply_tall(p, row);
+        return;
+    }
+#endif
     for (int64_t done = 0; done < count; done += TILE_ROWS) {
         /* The last tile may reach back over rows that are written already: they are computed again and left out. */
         int64_t start = min_of(row + done, N - TILE_ROWS);
@@ -128,7 +164,7 @@ static void multiply_group(const Linear *p, int64_t row, int64_t count) {
         const float *w = p->weight + start * K;
         for (int64_t first = 0, width; first < M; first += width) {
             const float *panel = p->x + first * K;
-            width = panel_width(M - first);
+            width = panel_width(M - first, is_tall);
             if (width == 2 * LANES) {
                 for (int r = 0; r < TILE_ROWS; r += WIDE_ROWS)
                     (p->is_paired ? pair_wide : tile_wide)(w + r * K, K, panel, tile + r * BLOCK_COLS + first,

@@ -14,6 +14,7 @@ from turnwise.engine.ops import (
     cpu_bitwise,
     cpu_head,
     cpu_layers,
+    cpu_pass,
     cpu_products,
     torch_draw,
     torch_layers,
@@ -38,6 +39,7 @@ def make_ops(device: torch.device) -> Ops:
         draw=_draw,
         experts=LoopedExperts(cpu_products),
         transfer=HostTransfer(),
+        stack=cpu_pass,
         prepare_process=use_allowed_threads,
     )
 
@@ -50,7 +52,7 @@ def make_bitwise(usual: Ops) -> Ops:
             "is none; install one, or leave it out"
         )
     return replace(
-        usual, is_bitwise=True, products=cpu_bitwise, attention=cpu_bitwise, draw=draw_like(usual), few_rows=None
+        usual, is_bitwise=True, products=cpu_bitwise, attention=cpu_bitwise, draw=draw_like(usual), stack=None
     )
 
 

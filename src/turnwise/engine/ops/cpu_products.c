@@ -5,8 +5,9 @@
  * as it is written, and rows of `a` that cannot be read where they lie are copied to L1. A low-rank part adds its rank
  * to the depth: its two sides lie behind `a` and b as if they were longer, so c is written once.
  *
- * Everything is float32 but for a b of bfloat16. Then `a` is rounded to bfloat16 as it is copied, and two neighbours of
- * the depth are one unit, a pair (cpu_vectors.h): the depth of `a` and b counts pairs, that of the low-rank part floats.
+ * Everything is float32 but for a b of bfloat16. Then `a` is rounded to bfloat16 first, once for all blocks of b where
+ * there is room, and two neighbours of the depth are one unit, a pair (cpu_vectors.h): the depth of `a` and b counts
+ * pairs, that of the low-rank part floats.
  */
 #include "cpu_kernels.h"
 #include "cpu_tiles.h"
@@ -33,6 +34,8 @@ typedef struct {
     int is_in_place; /* tiles read rows of `a` and low_a where they lie */
     int is_paired; /* b is bfloat16; K counts pairs */
     int64_t depth; /* of `a` and b in numbers */
+    float *rounded; /* all of `a` as pairs, rows `rounded_row` apart; NULL: rows are rounded as they are copied */
+    int64_t rounded_row;
 } Product;
 
 INLINE void copy_part(const Matrix *a, int64_t row, int64_t rows, int64_t start, int64_t depth, float *to) {
@@ -62,9 +65,10 @@ static int lay_strips(const Product *p, int64_t row, int64_t rows, int64_t start
                       Strip *strips) {
     int64_t own = own_depth(p, start, depth), low = start + own - p->K;
     if (p->is_paired) {
-        round_part(p, row, rows, start, own, copied);
+        if (!p->rounded) round_part(p, row, rows, start, own, copied);
         if (own < depth) copy_part(&p->low_a, row, rows, low, depth - own, copied + own);
         strips[0] = (Strip){copied, ROW_STRIDE, own, 1};
+        if (p->rounded) strips[0] = (Strip){p->rounded + row * p->rounded_row + start, p->rounded_row, own, 1};
         strips[1] = (Strip){copied + own, ROW_STRIDE, depth - own, 0};
         return own < depth ? 2 : 1;
     }
@@ -134,11 +138,11 @@ static void pack_block(const Product *p, int64_t start, int64_t depth, int64_t c
 /* Ask for rows of `a` that are needed next, a share at a time: `turn` of `turns`. */
 INLINE void fetch_share(const Product *p, int64_t row, int64_t rows, int64_t start, int64_t depth, int64_t turn,
                         int64_t turns) {
-    const Matrix *a = &p->a;
-    if (a->col != 1) return;
-    if (p->is_paired) start *= 2, depth *= 2;
+    Matrix a = p->rounded ? (Matrix){p->rounded, p->rounded_row, 1} : p->a;
+    if (a.col != 1) return;
+    if (p->is_paired && !p->rounded) start *= 2, depth *= 2;
     for (int64_t r = rows * turn / turns; r < rows * (turn + 1) / turns; r++)
-        for (int64_t k = 0; k < depth; k += 16) __builtin_prefetch(a->data + (row + r) * a->row + start + k, 0, 2);
+        for (int64_t k = 0; k < depth; k += 16) __builtin_prefetch(a.data + (row + r) * a.row + start + k, 0, 2);
 }
 
 /* Rows [row, row + rows) of c, rows <= MR, and columns [col, col + cols), from the packed b and the strips of `a`;
@@ -190,6 +194,13 @@ static int can_stream(const Matrix *c, int64_t size) {
     return size >= MIN_STREAMED && c->col == 1 && c->row % LANES == 0 && (uintptr_t)c->data % sizeof(vec) == 0;
 }
 
+/* Room for all of `a` as pairs, where b is packed in more than one block; a tile may read MR rows past the end. */
+static float *make_rounded(Product *p, int64_t M, int64_t N) {
+    if (!p->is_paired || N <= MAX_COLS || M < MR) return NULL;
+    p->rounded_row = p->K + (p->K % ONE_SET == 0 ? LANES : 0);
+    return malloc(sizeof(float) * (M + MR) * p->rounded_row);
+}
+
 /* `p` with blocks of rows and columns shared out. Scratch holds MAX_DEPTH * (MAX_COLS + NR) floats for each thread. */
 static void multiply_all(const Product p, int64_t M, int64_t N, float *scratch, int threads) {
     if (M * N * (p.K + p.low_K) < (int64_t)SERIAL_FLOATS * 32) threads = 1;
@@ -203,6 +214,11 @@ static void multiply_all(const Product p, int64_t M, int64_t N, float *scratch, 
     int64_t row_tasks = (M + rows - 1) / rows;
 #pragma omp parallel num_threads(team_of(threads))
     {
+        if (p.rounded) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < M; row++)
+                round_pairs(p.a.data + row * p.a.row, p.depth, p.rounded + row * p.rounded_row);
+        }
 #if defined(_OPENMP)
         float *panels = scratch + (int64_t)omp_get_thread_num() * MAX_DEPTH * (MAX_COLS + NR);
 #else
@@ -225,10 +241,12 @@ void tw_product(float *const *data, const int64_t *strides, const int64_t *sizes
     Matrix sides[5];
     for (int i = 0; i < 5; i++) sides[i] = (Matrix){data[i], strides[2 * i], strides[2 * i + 1]};
     int64_t M = sizes[0], N = sizes[1];
-    const Product p = {.a = sides[0], .b = sides[1], .c = sides[2], .low_a = sides[3], .low_b = sides[4],
+    Product p = {.a = sides[0], .b = sides[1], .c = sides[2], .low_a = sides[3], .low_b = sides[4],
                        .K = is_paired ? (sizes[2] + 1) / 2 : sizes[2], .low_K = sizes[3], .alpha = alpha,
                        .scale = scale, .is_added = is_added, .is_paired = is_paired, .depth = sizes[2],
                        .is_in_place = sides[0].col == 1 && sides[3].col == 1 && sides[0].row % ONE_SET != 0,
                        .is_streamed = can_stream(&sides[2], M * N)};
+    float *rounded = p.rounded = make_rounded(&p, M, N);
     multiply_all(p, M, N, scratch, threads);
+    free(rounded);
 }

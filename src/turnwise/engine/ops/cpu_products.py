@@ -32,7 +32,7 @@ MIN_ROWS_ALONG = 160
 would read and write the outputs once more."""
 CACHE_LINE, SET_BYTES = 64, 4096
 """Bytes of a CPU's L1 cache: rows that lie a multiple of `SET_BYTES` apart share one set of lines."""
-_SCRATCH = 640 * (384 + 32)
+SCRATCH = 640 * (384 + 32)
 """MAX_DEPTH * (MAX_COLS + NR) of cpu_products.c: floats of a thread's packed block."""
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
@@ -96,8 +96,8 @@ class ProductKernel:
     def _room(self, threads: int) -> int:
         """Address of this thread's buffer for the packed blocks of all its workers."""
         buffer: Tensor | None = getattr(self._scratch, "buffer", None)
-        if buffer is None or buffer.numel() < threads * _SCRATCH:
-            buffer = self._scratch.buffer = torch.empty(threads * _SCRATCH, dtype=torch.float32, device="cpu")
+        if buffer is None or buffer.numel() < threads * SCRATCH:
+            buffer = self._scratch.buffer = torch.empty(threads * SCRATCH, dtype=torch.float32, device="cpu")
         return buffer.data_ptr()
 
 

@@ -341,6 +341,55 @@ class FewRowOps(Protocol):
         ...
 
 
+class BlockTensors(NamedTuple):
+    """What a sampler's pass reads of a decoder block with a gated MLP. Matrices are [O, I]."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    keys: Tensor
+    """The layer of the KV cache [blocks, block size, K, D], as `values` is."""
+    values: Tensor
+    out: Tensor
+    out_bias: Tensor | None
+    inner_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+    @property
+    def others(self) -> list[Tensor]:
+        """Norms, biases and the cache, where there are any."""
+        biases = self.qkv_bias, self.out_bias, self.gate_up_bias, self.down_bias
+        norms = self.input_norm, self.inner_norm, self.query_norm, self.key_norm
+        return [one for one in (*norms, *biases, self.keys, self.values) if one is not None]
+
+
+class StackOps(Protocol):
+    """A sampler's pass through all blocks in few calls; nothing records a gradient."""
+
+    def run(
+        self,
+        h_MH: Tensor,
+        blocks: Sequence[BlockTensors],
+        heads: Heads,
+        rotation: Rotation,
+        plan: PagedPlan,
+        last_norm: Tensor,
+        wanted: Tensor | None,
+    ) -> Tensor | None:
+        """Normed hidden states of the `wanted` rows (None: all), which the last block alone goes on with after its
+        attention. `h` is overwritten. None where these tensors need another way."""
+        ...
+
+
 class PendingRead(Protocol):
     """A tensor on its way from the device to the host."""
 
@@ -408,6 +457,8 @@ class Ops:
     """Serves rows of many adapters in one launch; None where there is no such kernel."""
     few_rows: FewRowOps | None = None
     """Kernels for a decode step of few rows, for 16-bit weights; None where there are none."""
+    stack: StackOps | None = None
+    """A sampler's pass in few calls; None where each step of a block is a call."""
     new_graph_recorder: Callable[[], GraphRecorder] | None = None
     """None where steps cannot be captured."""
     prepare_process: Callable[[], None] = lambda: None

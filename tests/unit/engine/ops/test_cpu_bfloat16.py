@@ -33,7 +33,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 
 @for_each("rows", [*range(1, 35), 48, 57, 64, 127, 129])
-@for_each(("outputs", "inputs"), [(83, 46), (7, 10), (17, 62), (1, 2), (24, 64)])
+@for_each(("outputs", "inputs"), [(83, 46), (7, 10), (17, 62), (1, 2), (24, 64), (33, 2048)])
 def test_few_rows_are_rounded_and_summed_in_float32(
     kernels: cpu.CpuKernels, rows: int, outputs: int, inputs: int
 ) -> None:
