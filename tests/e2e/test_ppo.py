@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -160,8 +159,7 @@ async def test_values_know_the_state_that_a_cut_attempt_was_left_in(tmp_path: Pa
 
 @pytest.mark.usefixtures("tiny_dir")
 def test_a_resumed_run_goes_on_with_its_critic_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    # With corrected values this comparison failed in one of two tries; the cause is not known.
-    small = ("critic.pretrain_steps=3", "train.save_every=2")
+    small = ("critic.pretrain_steps=3", "train.save_every=2", "rollout.deterministic=true")
     with train(tmp_path / "whole", *small, "train.steps=4") as whole:
         policy, critic = saved(whole)
         assert [step for step, _ in whole.metric("train/critic_explained_variance")] == [1, 2, 3, 4]
@@ -174,10 +172,7 @@ def test_a_resumed_run_goes_on_with_its_critic_as_if_it_had_not_stopped(tmp_path
         assert len(half.metric("critic/explained_variance")) == 3, "they are not steps of training"
     names = ("adapter_model.safetensors", "value_head.safetensors", "optimizer.safetensors")
     assert digest(resumed_critic, *names) == digest(critic, *names)
-    # The sampler's logprobs depend on who shared a batch in the last bit, and so do the policy's ratios.
-    ours, theirs = (load_file(place / "adapter_model.safetensors") for place in (policy, resumed_policy))
-    for name, tensor in ours.items():
-        np.testing.assert_allclose(tensor, theirs[name], atol=1e-6, err_msg=name)
+    assert digest(resumed_policy) == digest(policy)
 
 
 @pytest.mark.usefixtures("tiny_dir")
