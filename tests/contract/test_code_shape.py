@@ -92,7 +92,6 @@ ENDS_A_PROCESS = "os._exit is Python's name"
 PRIVATE_NAMES_IN_TESTS = {
     "contract/sdk/load_client.py": ENDS_A_PROCESS,
     "contract/sdk/runner.py": ENDS_A_PROCESS,
-    "e2e/test_browser_hostile.py": "a window that opens between two lines of `close`",
     "warm_zygote.py": ENDS_A_PROCESS,
     "unit/service/test_walk.py": "sys._getframe is Python's name",
 }
