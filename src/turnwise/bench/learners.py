@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     loads: list[float] = []
     for _ in range(args.rounds):
         loads.append(os.getloadavg()[0])
-        alone += _run_at_once(args, [1])
-        together += _run_at_once(args, [args.learners])
+        alone += run_at_once(args, [1])
+        together += run_at_once(args, [args.learners])
         if shares_cores:
-            rates = [one["tokens_per_s"] for one in _run_at_once(args, [1] * args.learners)]
+            rates = [one["tokens_per_s"] for one in run_at_once(args, [1] * args.learners)]
             apart.append({"tokens_per_s": sum(rates)})
     return {**_compare(args, alone, together, apart), "load_average": f"{min(loads):.1f} to {max(loads):.1f}"}
 
@@ -88,7 +88,7 @@ def _compare(
     }
 
 
-def _run_at_once(args: argparse.Namespace, counts: Sequence[int]) -> list[dict[str, Any]]:
+def run_at_once(args: argparse.Namespace, counts: Sequence[int]) -> list[dict[str, Any]]:
     """Run sides with so many learners, all of them at the same time, each in a process of its own."""
     left_out = ("bench", "side", "json", "rounds", "peer", "learners")
     options = [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items() if k not in left_out]
