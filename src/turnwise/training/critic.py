@@ -160,7 +160,7 @@ class Critic:
         last = trajectory.turns[-1]
         if not trajectory.is_truncated or not last.observation:
             return ()
-        history = replace(trajectory, turns=trajectory.turns[:-1]).messages
+        history = trajectory.messages[: -1 - len(last.observation)]  # without the last turn, which may be the only one
         ids = self._renderer.extend(last.prompt_ids, last.sampled_ids, last.observation, history=history).ids
         return ids if len(ids) <= self._max_tokens else ()
 
