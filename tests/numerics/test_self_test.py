@@ -14,21 +14,25 @@ import torch
 from naive import make_model
 from turnwise.bench.family_samples import FamilySample, family_samples
 from turnwise.cli import main
-from turnwise.engine import passed_tests
+from turnwise.engine import passed_tests, self_test
 from turnwise.engine.attention.plans import PagedPlan, TreePlan
 from turnwise.engine.config import EngineConfig
 from turnwise.engine.engine import Engine
 from turnwise.engine.model.body import FusedBody
 from turnwise.engine.model.lora import LinearGroup, LoraLinear
+from turnwise.engine.model.trace import EMBEDDING, Trace
 from turnwise.engine.passed_tests import PassedTests
 from turnwise.engine.sampling import inputs
 from turnwise.engine.sampling.weights import SamplingWeights
+from turnwise.engine.self_test import compared_parts
 from turnwise.engine.training.logprobs import TargetHead
 from turnwise.errors import ModelError
 from turnwise.models.families import FAMILIES, llama_block
 
 CPU = EngineConfig(device="cpu", dtype="float32", kv_cache_gib=0.01)
 Patch = pytest.MonkeyPatch
+NO_OTHER_SIDE = ("norm", "dropout")
+"""Ends of the names of parts that only transformers writes out."""
 
 
 def load(directory: Path, **settings: Any) -> Engine:
@@ -132,9 +136,24 @@ def test_a_defect_in_any_part_is_refused_with_the_name_of_the_part(qwen3_dir: Pa
             assert "engine.self_test=false" in str(refused.value)
 
 
-def test_bfloat16_passes_in_every_family(tmp_path: Path) -> None:
+def test_bfloat16_passes_in_every_family_and_no_part_of_a_layer_is_left_out(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Only norms within our layers, and what does nothing, have no other side."""
+    left_out: dict[str, list[str]] = {}
+    paths: list[str] = []
+
+    def compare(exact: Trace, run: self_test.OurRun) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        found = compared_parts(exact, run)
+        assert EMBEDDING in found
+        left_out[run.path] = [part for part in exact.parts if part not in found and not part.endswith(NO_OTHER_SIDE)]
+        paths.append(run.path)
+        return found
+
+    monkeypatch.setattr(self_test, "compared_parts", compare)
     for sample in family_samples():
+        paths.clear()
         load(make_model(sample.config(), tmp_path / sample.name, spread=0.06), dtype="bfloat16").close()
+        assert set(paths) == {"trainer", "prefill", "decode"}, sample.name
+        assert left_out == {path: [] for path in paths}, sample.name
 
 
 def test_a_defect_is_found_in_bfloat16_too(qwen3_dir: Path, monkeypatch: Patch) -> None:

@@ -30,10 +30,8 @@ from turnwise.backends.servers.http import JsonServer, ServerGoneError, ServerRe
 from turnwise.backends.servers.launch import ServerCommand
 from turnwise.backends.servers.publisher import PREFIX, ServerPublisher
 from turnwise.backends.servers.python import check_own_server, given_value, server_python, size_arguments
-from turnwise.backends.servers.served_files import read_rank
 from turnwise.backends.servers.sglang_replies import ReplyInParts, to_body
 from turnwise.backends.servers.turnstile import Turnstile
-from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError, ServiceError
 from turnwise.rollout.config import RolloutConfig
 from turnwise.types import SampleRequest, SampleResponse, SamplingParams
@@ -304,7 +302,6 @@ class SglangPublisher(ServerPublisher):
 
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
-        self._rank = setup.lora_rank
         self.dtype = given_value(setup.rollout.server_args, "--dtype")
 
     @classmethod
@@ -339,11 +336,6 @@ class SglangPublisher(ServerPublisher):
         environment = {"PYTHONPATH": "", RAW_VARIABLE: "0", **self.gpu_variables()}
         return ServerCommand(name="SGLang", arguments=self._arguments, environment=environment)
 
-    async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
-        if adapter is not None and self.setup.rollout.publish == "adapter":
-            self._rank = max(self._rank, read_rank(adapter))
-        return await super().deliver_files(adapter, version)
-
     def _arguments(self, port: int) -> list[str]:
         from turnwise.engine.engine import choose_device
 
@@ -359,7 +351,7 @@ class SglangPublisher(ServerPublisher):
         }
         switches = ["--enable-memory-saver"] if rollout.placement == "colocated" else []
         if rollout.publish == "adapter":
-            named |= {"--max-lora-rank": str(max(1, self._rank)), "--lora-target-modules": "all"}
+            named |= {"--max-lora-rank": str(max(1, self.largest_rank)), "--lora-target-modules": "all"}
             named["--max-loaded-loras"] = str(MAX_LOADED)
             switches.append("--enable-lora")
         command = [server_python(rollout), "-m", ENTRY, *(part for pair in named.items() for part in pair)]

@@ -20,11 +20,9 @@ from turnwise.backends.servers.dialect import ServerDialect
 from turnwise.backends.servers.launch import ServerCommand
 from turnwise.backends.servers.publisher import ServerPublisher
 from turnwise.backends.servers.python import check_own_server, given_value, server_python, size_arguments
-from turnwise.backends.servers.served_files import read_rank
 from turnwise.backends.servers.vllm_calls import VllmHttp
 from turnwise.backends.servers.vllm_dialect import VllmDialect, VllmUse
 from turnwise.backends.servers.vllm_transfer import ARGUMENT, BACKEND, VARIABLE
-from turnwise.client.base import SamplingClient
 from turnwise.errors import ConfigError
 from turnwise.models.facts import read_facts
 from turnwise.rollout.config import RolloutConfig
@@ -61,7 +59,6 @@ class VllmPublisher(ServerPublisher):
 
     def __init__(self, setup: BackendSetup) -> None:
         super().__init__(setup)
-        self._rank = setup.lora_rank
         self._writing = threading.Lock()
         self.dtype = given_value(setup.rollout.server_args, "--dtype")
 
@@ -117,11 +114,6 @@ class VllmPublisher(ServerPublisher):
                 write_blank(self.setup.model_directory, self.blank_directory)
         return self.blank_directory
 
-    async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
-        if adapter is not None and self.setup.rollout.publish == "adapter":
-            self._rank = max(self._rank, read_rank(adapter))
-        return await super().deliver_files(adapter, version)
-
     def _arguments(self, port: int) -> list[str]:
         own = [server_python(self.setup.rollout), "-m", ENTRY, "--host", "127.0.0.1", "--port", str(port)]
         return [*own, "--enable-scale-out", "--enable-prompt-tokens-details", *self.engine_arguments()]
@@ -138,7 +130,7 @@ class VllmPublisher(ServerPublisher):
         }
         switches: list[str] = []
         if rollout.publish == "adapter":
-            fixed["--max-lora-rank"] = str(_lora_rank(self._rank))
+            fixed["--max-lora-rank"] = str(_lora_rank(self.largest_rank))
             fixed |= {"--max-loras": str(MAX_LORAS), "--max-cpu-loras": str(MAX_CPU_LORAS)}
             switches.append("--enable-lora")
         if rollout.placement == "colocated":

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.backends import BackendSetup, make_publisher
+from turnwise.backends import LOCAL, BackendSetup, make_publisher
 from turnwise.bench.report import machine, model_directory
 from turnwise.client.base import SamplingClient, TrainingClient
 from turnwise.client.local import ServiceClient
@@ -32,6 +32,8 @@ from turnwise.types import AdamParams, Datum, ModelInput, SampleRequest, SampleR
 
 NUM_PUBLISHED = 4
 """Versions to publish; the first one, which starts the server, is not timed."""
+PATIENT_S = 3600.0
+"""What a server gets for one reply: a slow one is measured, and not given up."""
 FIRST_PROMPT = tuple(range(100, 108))
 """What the new weights are asked for their first token."""
 MOVE = 1e-2
@@ -57,7 +59,8 @@ async def _measure(args: argparse.Namespace) -> dict[str, Any]:
         url=tuple(args.server_url),
         server_args=tuple(args.server_arg),
         server_python=args.server_python,
-        publish="weights" if is_merged and args.backend != "local" else "adapter",
+        publish="weights" if is_merged and args.backend != LOCAL else "adapter",
+        server_deadline_s=0.0 if args.backend == LOCAL else PATIENT_S,
     )
     with (
         tempfile.TemporaryDirectory(prefix="turnwise-bench-") as place,

@@ -5,7 +5,7 @@ A step is the gradient of a batch, summed over the learners, and AdamW's update.
 know nothing of each other, each with the whole batch (on a CPU only), run in turn, `--rounds` times.
 
 `speedup` is by the clock, and needs as many free cores as there are learners. `possible_speedup` is that of the
-processes that know nothing of each other: what this machine gives so many processes. `speedup_by_cpu_time` also holds
+processes that know nothing of each other: what this machine gives as many processes. `speedup_by_cpu_time` also holds
 on a machine that is busy: the CPU time of one process for a step, divided by that of the learner which needs most. It
 leaves out what learners wait for each other. `lowest_speedup` and `highest_speedup` are those of single rounds.
 """
@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     loads: list[float] = []
     for _ in range(args.rounds):
         loads.append(os.getloadavg()[0])
-        alone += _run_at_once(args, [1])
-        together += _run_at_once(args, [args.learners])
+        alone += run_at_once(args, [1])
+        together += run_at_once(args, [args.learners])
         if shares_cores:
-            rates = [one["tokens_per_s"] for one in _run_at_once(args, [1] * args.learners)]
+            rates = [one["tokens_per_s"] for one in run_at_once(args, [1] * args.learners)]
             apart.append({"tokens_per_s": sum(rates)})
     return {**_compare(args, alone, together, apart), "load_average": f"{min(loads):.1f} to {max(loads):.1f}"}
 
@@ -88,8 +88,8 @@ def _compare(
     }
 
 
-def _run_at_once(args: argparse.Namespace, counts: Sequence[int]) -> list[dict[str, Any]]:
-    """Run sides with so many learners, all of them at the same time, each in a process of its own."""
+def run_at_once(args: argparse.Namespace, counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Run a side for each number of learners in `counts`, all at the same time, each in a process of its own."""
     left_out = ("bench", "side", "json", "rounds", "peer", "learners")
     options = [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items() if k not in left_out]
     command = [sys.executable, "-m", "turnwise.bench.cli", "learners", "--side=ours", "--json", *options]

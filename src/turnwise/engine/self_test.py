@@ -122,10 +122,7 @@ class _Limits:
         exact, rounded = self.reference.exact, self.reference.rounded
         least, share = MOST_OFF[self.dtype], 1.0
         index = torch.as_tensor(run.places, device=exact.logits.device)
-        for part, wanted in exact.trace.parts.items():
-            ours = run.trace.parts.get(part)
-            if ours is None or ours.shape[0] != len(index) or ours.shape[1] != wanted.shape[1]:
-                continue
+        for part, (ours, wanted) in compared_parts(exact.trace, run).items():
             if self.may_flip and part.startswith("layer") and "att" not in part and "norm" not in part:
                 least, share = MOST_OFF_BEHIND_EXPERTS, 0.5
             off = _off(ours, wanted[index], wanted, share)
@@ -147,6 +144,20 @@ class _Limits:
 
     def _logprobs(self, run: PlainRun, index: Tensor) -> Tensor:
         return torch.log_softmax(run.logits[index], -1).gather(1, self.next_ids[index, None])[:, 0]
+
+
+def compared_parts(exact: Trace, run: OurRun) -> dict[str, tuple[Tensor, Tensor]]:
+    """What both sides have, ours and transformers'.
+
+    Our layers write no norm out, and a layer may run a part on all tokens at once that is none of its steps.
+    """
+    found = {part: (run.trace.parts.get(part), wanted) for part, wanted in exact.parts.items()}
+    shapes = {part: (len(run.places), wanted.shape[1]) for part, wanted in exact.parts.items()}
+    return {
+        part: (ours, wanted)
+        for part, (ours, wanted) in found.items()
+        if ours is not None and tuple(ours.shape) == shapes[part]
+    }
 
 
 def _off(ours: Tensor, wanted: Tensor, everything: Tensor, share: float) -> float:

@@ -28,7 +28,7 @@ def test_learners_are_compared_with_one_process_and_with_processes_apart(monkeyp
         rate = {(1,): 100.0, (2,): 170.0 + len(started), (1, 1): 95.0}[tuple(counts)]
         return [{"machine": "a CPU", "tokens_per_s": rate, "cpu_s": 1.0 / sum(counts)} for _ in counts]
 
-    monkeypatch.setattr(learners, "_run_at_once", run_at_once)
+    monkeypatch.setattr(learners, "run_at_once", run_at_once)
     found = learners.run(_arguments("--rounds=2"))
     assert started == 2 * [[1], [2], [1, 1]], "the sides take turns"
     assert found["speedup"] == pytest.approx((172 + 175) / 200)

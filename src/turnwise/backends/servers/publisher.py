@@ -30,7 +30,7 @@ from turnwise.backends.servers.gpus import choose_server_gpus, visible_gpus
 from turnwise.backends.servers.http import KEY_VARIABLE
 from turnwise.backends.servers.launch import OwnSampler, OwnServer, ServerCommand
 from turnwise.backends.servers.probe import ModelProbe
-from turnwise.backends.servers.served_files import copy_files
+from turnwise.backends.servers.served_files import copy_files, read_rank
 from turnwise.client.base import SamplingClient, TrainingClient, prompt_tokens
 from turnwise.client.checkpoints import CheckpointStore, remove_directory, write_directory
 from turnwise.client.futures import ApiFuture
@@ -417,10 +417,17 @@ class ServerPublisher(FleetPublisher):
         super().__init__(setup)
         self._own: OwnSampler | None = None
         self._start_s = 0.0
+        self.largest_rank = setup.lora_rank
+        """The largest rank of an adapter that a server of our own has to take."""
 
     @abstractmethod
     def server_command(self) -> ServerCommand:
         """How a server of the run's own is started, where `rollout.url` is empty."""
+
+    async def deliver_files(self, adapter: Path | None, version: int) -> SamplingClient:
+        if adapter is not None and self.setup.rollout.publish == "adapter":
+            self.largest_rank = max(self.largest_rank, read_rank(adapter))
+        return await super().deliver_files(adapter, version)
 
     def make_own(self) -> OwnSampler:
         """What samples where `rollout.url` is empty: a server that this run starts."""

@@ -12,8 +12,8 @@ from turnwise.types import SampledSequence, SampleRequest, StopReason
 
 FILL_CONTEXT = 2**30
 FindVersions = Callable[[Sequence[Mapping[str, Any]], int], list[int]]
-"""The version of each of so many tokens, by the server's spans; none where the server's own weights are not the run's.
-"""
+"""From the server's spans and a number of tokens to the version of each token. It gives none if the server's own
+weights are not the run's."""
 
 
 @dataclass(slots=True)

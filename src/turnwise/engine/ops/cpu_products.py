@@ -28,7 +28,7 @@ from turnwise.errors import DataError
 MAX_FEW_ROWS = 384
 """Above this many rows, the kernel for few rows is not faster than the one for many."""
 MIN_ROWS_ALONG = 160
-"""With an adapter's part inside its product, the kernel for many rows is faster from so many rows on: a second product
+"""The rows from which the kernel for many rows is faster if its product has an adapter's part inside: a second product
 would read and write the outputs once more."""
 CACHE_LINE, SET_BYTES = 64, 4096
 """Bytes of a CPU's L1 cache: rows that lie a multiple of `SET_BYTES` apart share one set of lines."""

@@ -14,7 +14,7 @@ The mood, glad or sad, is drawn with the env's seed. The buyer tells it with the
 policy cannot change it. A glad buyer pays up to twice the worth, a sad one up to one less than the worth, so the mood
 changes the payoff more than any price does. The only reward comes at the end: what was earned, divided by what a glad
 buyer would have paid for everything. `is_success` means 75 % of what could be earned once the mood was known; for a
-buyer who is trained, that the seller did not get so much. A reply without exactly one price from 1 to 9 sells nothing
+buyer who is trained, that the seller got less than that. A reply without exactly one price from 1 to 9 sells nothing
 and is flagged as unparsable. One list of things in five is held out. The env can be forked at any turn.
 
 With `mood_from="price"` the mood is a hash of the seed and the first price. So attempts that share a seed but ask for
