@@ -61,7 +61,8 @@ FLAGS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-features=Translate,MediaRouter,OptimizationHints,AutofillServerCommunication",
-    # Calls would send datagrams around the proxy. The option has had two names.
+    # Calls would send datagrams around the proxy. A whole browser knows the first name of the option, a headless shell
+    # the second.
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
     "--js-flags=--max-old-space-size=256",
