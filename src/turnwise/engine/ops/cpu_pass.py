@@ -82,11 +82,14 @@ def run(
         "act": rows * inner,
         "delta": rows * hidden,
         "linear_scratch": cpu.SCRATCH_COLUMNS * max(hidden, width, inner),
-        "product_scratch": threads * cpu_products.SCRATCH if rows > cpu_products.MAX_FEW_ROWS else 0,
     }
     starts, total = {}, 0
     for name, count in floats.items():
         starts[name], total = total, total + -(-count // LINE) * LINE
+    is_paired = first.down.dtype is torch.bfloat16
+    products = None
+    if rows > cpu_products.MAX_FEW_ROWS:
+        products = cpu_products.kernel().room(threads, rows if is_paired else 0, max(hidden, width, inner))
     room, normed = torch.empty(total), torch.empty(rows, hidden)
     prompts, prompt_blocks = plan.prompts() if plan.chunks else (None, None)
     num_blocks, block_size = first.keys.shape[:2]
@@ -94,13 +97,13 @@ def run(
         rows=rows, num_decode=plan.num_decode, hidden=hidden, heads=heads.num_query, kv_heads=heads.num_kv,
         size=heads.size, inner=inner, num_positions=len(rotation.cos), cache_blocks=num_blocks, block_size=block_size,
         max_blocks=plan.block_table.shape[1], num_prompts=len(plan.chunks), window=plan.window or 0,
-        num_wanted=0 if wanted is None else len(wanted), is_paired=first.down.dtype is torch.bfloat16,
+        num_wanted=0 if wanted is None else len(wanted), is_paired=is_paired,
         cos=rotation.cos.data_ptr(), sin=rotation.sin.data_ptr(), positions=rotation.positions.data_ptr(),
         slots=plan.slots.data_ptr(), block_table=plan.block_table.data_ptr(), contexts=plan.context_lens.data_ptr(),
         prompts=None if prompts is None else prompts.ctypes.data,
         prompt_blocks=None if prompt_blocks is None else prompt_blocks.ctypes.data,
         wanted=None if wanted is None else wanted.data_ptr(), h=h_MH.data_ptr(), normed=normed.data_ptr(),
-        eps=heads.eps, scale=heads.size**-0.5,
+        product_scratch=products, eps=heads.eps, scale=heads.size**-0.5,
         **{name: room.data_ptr() + 4 * start for name, start in starts.items()},
     )  # fmt: skip
     _run_all(_bind(library), given, blocks, last_norm)

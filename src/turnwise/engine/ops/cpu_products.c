@@ -194,14 +194,11 @@ static int can_stream(const Matrix *c, int64_t size) {
     return size >= MIN_STREAMED && c->col == 1 && c->row % LANES == 0 && (uintptr_t)c->data % sizeof(vec) == 0;
 }
 
-/* Room for all of `a` as pairs, where b is packed in more than one block; a tile may read MR rows past the end. */
-static float *make_rounded(Product *p, int64_t M, int64_t N) {
-    if (!p->is_paired || N <= MAX_COLS || M < MR) return NULL;
-    p->rounded_row = p->K + (p->K % ONE_SET == 0 ? LANES : 0);
-    return malloc(sizeof(float) * (M + MR) * p->rounded_row);
-}
+/* Whether rows of `a` are rounded once: b is packed in more than one block. */
+static int is_rounded_once(const Product *p, int64_t M, int64_t N) { return p->is_paired && N > MAX_COLS && M >= MR; }
 
-/* `p` with blocks of rows and columns shared out. Scratch holds MAX_DEPTH * (MAX_COLS + NR) floats for each thread. */
+/* `p` with blocks of rows and columns shared out. Scratch holds MAX_DEPTH * (MAX_COLS + NR) floats for each thread, and
+ * with pairs all of `a` behind them: M + MR rows of (depth + 1) / 2 + LANES, since a tile may read MR rows past the end. */
 static void multiply_all(const Product p, int64_t M, int64_t N, float *scratch, int threads) {
     if (M * N * (p.K + p.low_K) < (int64_t)SERIAL_FLOATS * 32) threads = 1;
     int64_t col_tasks = (N + MAX_COLS - 1) / MAX_COLS;
@@ -246,7 +243,9 @@ void tw_product(float *const *data, const int64_t *strides, const int64_t *sizes
                        .scale = scale, .is_added = is_added, .is_paired = is_paired, .depth = sizes[2],
                        .is_in_place = sides[0].col == 1 && sides[3].col == 1 && sides[0].row % ONE_SET != 0,
                        .is_streamed = can_stream(&sides[2], M * N)};
-    float *rounded = p.rounded = make_rounded(&p, M, N);
+    if (is_rounded_once(&p, M, N)) {
+        p.rounded = scratch + (int64_t)threads * MAX_DEPTH * (MAX_COLS + NR);
+        p.rounded_row = p.K + (p.K % ONE_SET == 0 ? LANES : 0);
+    }
     multiply_all(p, M, N, scratch, threads);
-    free(rounded);
 }

@@ -32,8 +32,10 @@ MIN_ROWS_ALONG = 160
 would read and write the outputs once more."""
 CACHE_LINE, SET_BYTES = 64, 4096
 """Bytes of a CPU's L1 cache: rows that lie a multiple of `SET_BYTES` apart share one set of lines."""
-SCRATCH = 640 * (384 + 32)
+_SCRATCH = 640 * (384 + 32)
 """MAX_DEPTH * (MAX_COLS + NR) of cpu_products.c: floats of a thread's packed block."""
+_MORE_ROWS, _MORE_PAIRS = 12, 16
+"""MR and LANES there: what its copy of the rounded rows has beside them."""
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -91,13 +93,18 @@ class ProductKernel:
         strides = (ctypes.c_int64 * 10)(*(stride for side in sides for stride in side.stride()))
         sizes = (ctypes.c_int64 * 4)(rows, cols, depth, rank)
         threads = waiting.num_threads()
-        self._product(pointers, strides, sizes, alpha, scale, is_added, is_paired, self._room(threads), threads)
+        room = self.room(threads, rows if is_paired else 0, depth)
+        self._product(pointers, strides, sizes, alpha, scale, is_added, is_paired, room, threads)
 
-    def _room(self, threads: int) -> int:
-        """Address of this thread's buffer for the packed blocks of all its workers."""
+    def room(self, threads: int, paired_rows: int, depth: int) -> int:
+        """Address of this thread's buffer for the packed blocks of all its workers, and for rows that are rounded.
+
+        It is kept: memory that comes new from the system for each product costs as much as is saved.
+        """
+        count = threads * _SCRATCH + (paired_rows + _MORE_ROWS) * (depth // 2 + 1 + _MORE_PAIRS) * bool(paired_rows)
         buffer: Tensor | None = getattr(self._scratch, "buffer", None)
-        if buffer is None or buffer.numel() < threads * SCRATCH:
-            buffer = self._scratch.buffer = torch.empty(threads * SCRATCH, dtype=torch.float32, device="cpu")
+        if buffer is None or buffer.numel() < count:
+            buffer = self._scratch.buffer = torch.empty(count, dtype=torch.float32, device="cpu")
         return buffer.data_ptr()
 
 
@@ -111,7 +118,7 @@ def _is_paired_as_it_lies(a_MK: Tensor, b_KN: Tensor) -> bool:
 _bind = functools.cache(ProductKernel)
 
 
-def _kernel() -> ProductKernel:
+def kernel() -> ProductKernel:
     return _bind(build.built_library())
 
 
@@ -127,12 +134,12 @@ def product(
     """The C kernel: out = alpha (a b + scale low_a low_b), or added to it; float32, any strides, b may be bfloat16."""
     if b_KN.dtype is torch.bfloat16:
         dense = a_MK if a_MK.stride(1) == 1 else a_MK.contiguous()
-        _kernel().multiply(dense, b_KN, out_MN, alpha, is_added, low_rank)
+        kernel().multiply(dense, b_KN, out_MN, alpha, is_added, low_rank)
     elif low_rank is None and a_MK.stride(0) == 1 and b_KN.shape[1] < a_MK.shape[0]:
         # It is faster to pack the large operand in its own order than to transpose it.
-        _kernel().multiply(b_KN.t(), a_MK.t(), out_MN.t(), alpha, is_added, None)
+        kernel().multiply(b_KN.t(), a_MK.t(), out_MN.t(), alpha, is_added, None)
     else:
-        _kernel().multiply(a_MK, b_KN, out_MN, alpha, is_added, low_rank)
+        kernel().multiply(a_MK, b_KN, out_MN, alpha, is_added, low_rank)
     return out_MN
 
 
