@@ -106,13 +106,14 @@ def run(
         product_scratch=products, eps=heads.eps, scale=heads.size**-0.5,
         **{name: room.data_ptr() + 4 * start for name, start in starts.items()},
     )  # fmt: skip
-    _run_all(_bind(library), given, blocks, last_norm)
+    _run_all(_bind(library), given, blocks, last_norm, threads)
     return normed if wanted is None else normed[: len(wanted)]
 
 
 def _run_all(
-    function: ctypes._NamedFuncPointer, given: _StackCall, blocks: Sequence[BlockTensors], norm: Tensor
+    function: ctypes._NamedFuncPointer, given: _StackCall, blocks: Sequence[BlockTensors], norm: Tensor, threads: int
 ) -> None:
+    """Call the kernel with as many threads as there is room for, whatever another thread of this process sets."""
     width = len(BlockTensors._fields)
     flat = [None if tensor is None else tensor.data_ptr() for block in blocks for tensor in block]
     pointers = (ctypes.c_void_p * len(flat))(*flat)
@@ -122,7 +123,9 @@ def _run_all(
         stop = min(start + step, len(blocks))
         own = ctypes.addressof(pointers) + start * width * ctypes.sizeof(ctypes.c_void_p)
         last = norm.data_ptr() if stop == len(blocks) else None
-        failed = function(ctypes.byref(given), own, stop - start, start > 0, last, waiting.num_threads())
+        if start > 0:
+            waiting.num_threads()  # looks at how threads wait
+        failed = function(ctypes.byref(given), own, stop - start, start > 0, last, threads)
         if failed == 1:
             raise MemoryError(f"no memory for the attention of {given.rows} tokens")
         if failed:
