@@ -40,9 +40,10 @@ def load(directory: Path, **settings: Any) -> Engine:
 
 
 @pytest.fixture(autouse=True)
-def _always_tested(monkeypatch: Patch) -> None:
-    """On a busy machine even the test of a tiny model takes long."""
+def _always_tested(monkeypatch: Patch, tmp_path: Path) -> None:
+    """On a busy machine even the test of a tiny model takes long, here and in tests that ran before."""
     monkeypatch.setattr(passed_tests, "LONG_SECONDS", 1e9)
+    monkeypatch.setattr(passed_tests, "home", lambda: tmp_path / "records")
 
 
 @pytest.fixture
