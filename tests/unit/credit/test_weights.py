@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from turnwise.credit.datums import dialogue_to_datums, num_trained_tokens, trajectory_to_datums
-from turnwise.credit.weights import Share, share_of, token_mean, weigh, weighting
+from turnwise.credit.weights import Normalisation, Share, share_of, token_mean, weigh, weighting
 from turnwise.errors import DataError
 from turnwise.types import Datum
 from unit.credit.test_datums import D1, chain, column, make_trajectory, make_turn
@@ -27,7 +27,7 @@ MODES = ("token_mean", "seq_mean", "seq_sum", "const", "turn_mean", "traj_turn_m
         ("traj_turn_mean", 3.125),
     ],
 )
-def test_the_weightings_match_the_vector(name: str, expected: float) -> None:
+def test_the_weightings_match_the_vector(name: Normalisation, expected: float) -> None:
     """V3: per-token losses [1, 2 | 3] and [4] in turns of 2, 1 and 1 tokens, L_max = 8."""
     shares = [Share(turn_sizes=(2, 1)), Share(turn_sizes=(1,))]
     turn_losses = [[3.0, 3.0], [4.0]]
@@ -53,7 +53,7 @@ def _weighted(datums: Sequence[Datum]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_splitting_keeps_trained_tokens_their_advantages_and_their_weights(name: str) -> None:
+def test_splitting_keeps_trained_tokens_their_advantages_and_their_weights(name: Normalisation) -> None:
     """T7: the same turns, merged and apart, add up to the same weighted sums under every weighting."""
     merged = trajectory_to_datums(D1, [1.0, 2.0, 3.0])
     apart = [trajectory_to_datums(make_trajectory(turn), [float(i + 1)]) for i, turn in enumerate(D1.turns)]
@@ -66,7 +66,7 @@ def test_splitting_keeps_trained_tokens_their_advantages_and_their_weights(name:
 
 
 @pytest.mark.parametrize("name", [mode for mode in MODES if mode not in ("seq_sum", "const")])
-def test_means_add_up_to_one(name: str) -> None:
+def test_means_add_up_to_one(name: Normalisation) -> None:
     trajectories = [D1, chain((2, 5)), chain((1, 1), (1, 3))]
     batch = [trajectory_to_datums(t, [0.0] * len(t.turns)) for t in trajectories]
     weighted = weigh(batch, weighting(name, max_tokens=8), [share_of(t, i) for i, t in enumerate(trajectories)])
@@ -95,8 +95,15 @@ def test_a_written_dialogue_has_the_turns_that_the_world_speaks_between() -> Non
     other = dialogue_to_datums([([1, 2], [3])])
     assert (len(whole), len(rewritten)) == (1, 2)
     losses = [1.0, 2.0, 3.0, 4.0]
-    plain = {"token_mean": 2.5, "seq_mean": 3.0, "seq_sum": 5.0, "const": 0.625, "prompt_mean": 3.0}
-    for name, value in (plain | {"turn_mean": 2.833333, "traj_turn_mean": 3.125}).items():
+    plain: dict[Normalisation, float] = {
+        "token_mean": 2.5,
+        "seq_mean": 3.0,
+        "seq_sum": 5.0,
+        "const": 0.625,
+        "prompt_mean": 3.0,
+    }
+    by_turn: dict[Normalisation, float] = {"turn_mean": 2.833333, "traj_turn_mean": 3.125}
+    for name, value in (plain | by_turn).items():
         for dialogue in (whole, rewritten):
             weighted = weigh([dialogue, other], weighting(name, max_tokens=8))
             weights = [w for own in weighted for datum in own for w in column(datum, "weights") if w]

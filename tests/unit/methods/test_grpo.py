@@ -9,7 +9,7 @@ import pytest
 
 from attempts import rewarded
 from turnwise.credit.advantages import leave_one_out
-from turnwise.credit.weights import weighting
+from turnwise.credit.weights import Normalisation, weighting
 from turnwise.methods.base import datums_of
 from turnwise.methods.grpo import COMPARISONS, Grpo
 from turnwise.trajectory import TrajectoryGroup
@@ -94,7 +94,7 @@ def test_lessons_keep_the_order_of_attempts() -> None:
 
 
 @pytest.mark.parametrize(("name", "total"), [("token_mean", 1.0), ("seq_mean", 1.0), ("const", 6 / (2 * 8))])
-def test_every_normalisation_has_its_total_weight(name: str, total: float) -> None:
+def test_every_normalisation_has_its_total_weight(name: Normalisation, total: float) -> None:
     lessons = _grpo(weigh=weighting(name, max_tokens=8)).lessons([_group([0, 1], [0])])
     weights = [w for datum in datums_of(lessons) for w in datum.loss_fn_inputs["weights"].tolist()]
     assert sum(weights) == pytest.approx(total)

@@ -88,7 +88,7 @@ async def test_a_version_is_served_while_somebody_holds_it_and_is_gone_when_nobo
             expected = (await here.sample_async(PROMPT, 1, params)).sequences[0]
             assert list(drawn[1].sequences[0].tokens) == list(expected.tokens)
             assert drawn[1].sequences[0].logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-            assert all(len(stub.adapters) == 2 for stub in stubs)
+            await until(lambda: all(len(stub.adapters) == 2 for stub in stubs))
             for stub in stubs:
                 stub.draw_s = 600.0
             under_way = old.sample(PROMPT, 1, params)
