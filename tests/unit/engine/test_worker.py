@@ -295,6 +295,9 @@ def test_death_of_the_worker_reaches_everybody_with_its_cause(worker: EngineWork
         assert isinstance(raised.value.__cause__, RuntimeError)
     with pytest.raises(EngineStoppedError, match="the device is gone"):
         worker.run("a", lambda _engine: 1).result(DEADLINE_S)
+    give_up_s = time.monotonic() + DEADLINE_S
+    while not engine.is_closed and time.monotonic() < give_up_s:  # it is closed after everybody has heard
+        time.sleep(0.001)
     assert engine.is_closed
 
 
