@@ -6,7 +6,7 @@
 #   make test                      all tests             make test ARGS="-k store -x"
 #   make test-again                what failed in make test, once more and alone
 #   make check                     format, lint, types, import contracts
-#   make quick                     the checks and the unit tests without model work, in under two minutes
+#   make quick                     the checks and the unit tests without model work, in two to three minutes
 #   make bench                     speed figures, as JSON
 #   make campaign                  a long test: NAME=newcomer, service_load, view_size ...: the files of tests/campaigns
 #   make docs                      the documentation as a site, in build/site; dead links fail
