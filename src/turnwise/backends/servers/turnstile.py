@@ -1,4 +1,4 @@
-"""Who may talk to a server at the same time: many requests side by side, or one thing alone."""
+"""Which requests a server gets at the same time: many side by side, or one alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Turnstile:
 
     @contextlib.asynccontextmanager
     async def beside_others(self) -> AsyncIterator[None]:
-        """Wait until nobody is alone inside, or waits to be."""
+        """Enter together with others. First wait until no caller is alone inside or waits for `alone`."""
         async with self._is_free:
             await self._is_free.wait_for(lambda: not self._num_alone)
             self._num_inside += 1
